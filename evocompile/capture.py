@@ -1,0 +1,367 @@
+"""Capture: one call of a model becomes a `Program`, the joint forward and backward graph at global shapes.
+
+The story, in order:
+1. parameters, buffers and input tensors are replaced by fakes of the global shape (`fake_call`): no memory is needed;
+2. Dynamo traces the call into one graph, and keeps the guards under which it holds;
+3. attention is made canonical on Dynamo's graph, where it still looks as the model wrote it;
+4. outputs that are not differentiated are detached, and AOTAutograd derives the joint graph of aten operators;
+5. that graph becomes a `Program` with named inputs and outputs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from .capture_errors import find_write, node_place, refuse_data_dependence, untraceable, written_to
+from .errors import CaptureError, InputError, VerificationError
+from .guards import Guards, readable_source
+from .mesh import Mesh
+from .plan import Plan
+from .program import Input, InputKind, Output, OutputKind, Program, output_values, val
+from .torch_private import (
+    DynamoGraph,
+    JointGraph,
+    TraceError,
+    export_joint,
+    graph_inputs,
+    isolated,
+    leaves_with_names,
+    map_leaves,
+    new_fake_mode,
+    run_bytecode,
+    tensor_slots,
+    trace,
+)
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured call.
+
+    program:         the joint graph at global shapes, for the plan of one rank (`Program.bind` gives others).
+    parameter_names: the parameters among the program's inputs, in their order; tied ones once, by their first name.
+    """
+
+    program: Program
+    parameter_names: tuple[str, ...]
+    forward: Callable[..., Any]
+    guards: Guards
+    dynamo: DynamoGraph
+
+    def matches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether this capture holds for a call: inputs, attributes, flags and global state are as they were."""
+        return self.guards.hold(self.forward, args, kwargs)
+
+    def mismatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """A sentence that says what changed since the capture; empty if it still holds."""
+        return self.guards.mismatch(self.forward, args, kwargs)
+
+    def callable(self, compiled: Callable[..., Sequence[Any]]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+        """The model's call, with its tensor operations done by `compiled`.
+
+        compiled: takes the parameters and buffers that the module holds now and the call's tensors (made contiguous),
+                  in the order of `program.inputs` without tangents; returns the flat USER outputs.
+        Returns a function of (args, kwargs) that gives what the model gives: the same containers and side effects.
+        """
+        kinds = [each.kind for each in self.program.inputs if each.kind is not InputKind.TANGENT]
+
+        def run_graph(*flat: Any) -> Sequence[Any]:
+            tensors = zip(kinds, flat, strict=True)
+            return compiled(*(each.contiguous() if kind is InputKind.USER else each for kind, each in tensors))
+
+        bytecode = run_bytecode(self.dynamo, run_graph)
+        return lambda args, kwargs: bytecode(self.forward, args, kwargs)
+
+
+def capture(
+    forward: Callable[..., Any],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    device: torch.device | None = None,
+) -> Captured:
+    """Captures `forward(*args, **kwargs)`, under the present grad mode and autocast, as one joint graph.
+
+    forward: the module's bound forward, or any callable that reads `module`.
+    device:  where the program will run, for parameters and inputs that are placeholders (on `meta`, say).
+
+    Raises CaptureError (with the model's source line) for what is not one graph, and for parameters that are written
+    to; InputError for inputs that require grad or are written to.
+    """
+    guards = Guards.of_call(module, args, kwargs)
+    if torch.is_grad_enabled():
+        for name, spec in guards.inputs.items():
+            if spec.requires_grad:
+                raise InputError(f"input {name!r} requires grad; gradients of inputs are not built yet: detach it")
+    with fake_call(module, args, kwargs, device) as fakes:
+        dynamo = _trace(forward, fakes)
+        inputs = _name_inputs(dynamo, forward, fakes)
+        guards.add_dynamo(dynamo, list(fakes.replaced))
+    refuse_data_dependence(dynamo.graph_module.graph)
+
+    from .passes.attention_forms import make_attention_canonical
+
+    make_attention_canonical(dynamo.graph_module)
+    expected = _parameters_to_differentiate(dynamo.graph_module.graph, inputs, differentiable_outputs(dynamo))
+    differentiable = _separate_outputs(dynamo)
+    joint = _export(dynamo, any(differentiable))
+    _refuse_writes(dynamo, joint, inputs)
+    program = _program(joint, inputs, differentiable)
+    _check_gradients(program, expected)
+    names = tuple(each.name for each in inputs if each.kind is InputKind.PARAMETER)
+    return Captured(program, names, forward, guards, dynamo)
+
+
+# --- Fakes -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FakeCall:
+    """A call with fakes in place of its tensors. replaced: every fake, with what it stands for and its name."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    replaced: dict[Tensor, tuple[InputKind, str]]
+
+
+@contextmanager
+def fake_call(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | None
+) -> Iterator[FakeCall]:
+    """Puts fakes of the global shape into the module and into copies of args and kwargs, and takes them out again.
+
+    A tied parameter is one fake; an input tensor that is passed twice is two, or Dynamo would merge the two inputs.
+    """
+    mode = new_fake_mode()
+    replaced: dict[Tensor, tuple[InputKind, str]] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        with mode:
+            return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=device or tensor.device)
+
+    names = iter(leaves_with_names(args, kwargs))
+
+    def fake_input(leaf: Any) -> Any:
+        name, _ = next(names)
+        if not isinstance(leaf, Tensor):
+            return leaf
+        stand_in = fake(leaf)
+        replaced[stand_in] = (InputKind.USER, name)
+        return stand_in
+
+    fake_args, fake_kwargs = map_leaves(fake_input, args, kwargs)
+    slots = [(slot, slot.tensor) for slot in tensor_slots(module)]
+    stand_ins: dict[Tensor, Tensor] = {}
+    try:
+        for slot, tensor in slots:
+            assert tensor is not None
+            if tensor not in stand_ins:
+                stand_in = fake(tensor).requires_grad_(tensor.requires_grad)
+                if slot.is_parameter:
+                    stand_in = nn.Parameter(stand_in.detach(), requires_grad=tensor.requires_grad)
+                stand_ins[tensor] = stand_in
+                replaced[stand_in] = (InputKind.PARAMETER if slot.is_parameter else InputKind.BUFFER, slot.name)
+            slot.holder[slot.key] = stand_ins[tensor]
+        yield FakeCall(fake_args, fake_kwargs, replaced)
+    finally:
+        for slot, tensor in slots:
+            slot.holder[slot.key] = tensor
+
+
+# --- Dynamo ----------------------------------------------------------------------------------------------------
+
+
+def _call(forward, args, kwargs):  # type: ignore[no-untyped-def]
+    return forward(*args, **kwargs)
+
+
+def _trace(forward: Callable[..., Any], fakes: FakeCall) -> DynamoGraph:
+    try:
+        dynamo = trace(isolated(_call), (forward, fakes.args, fakes.kwargs))
+    except TraceError as error:
+        raise untraceable(error) from error
+    if dynamo is None:
+        raise CaptureError("the call does no tensor operation, so there is nothing to compile")
+    return dynamo
+
+
+def _name_inputs(dynamo: DynamoGraph, forward: Callable[..., Any], fakes: FakeCall) -> list[Input]:
+    """What each placeholder of Dynamo's graph is, in order."""
+    objects = graph_inputs(dynamo, (forward, fakes.args, fakes.kwargs))
+    inputs = []
+    for tensor, source in zip(objects, dynamo.sources, strict=True):
+        kind, name = fakes.replaced.get(tensor) or _name_foreign(tensor, source, fakes)
+        inputs.append(Input(kind, name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+    return inputs
+
+
+def _name_foreign(tensor: Tensor, source: str, fakes: FakeCall) -> tuple[InputKind, str]:
+    """A tensor in a container that pytree does not know, or a plain attribute, which is as good as a buffer."""
+    name = readable_source(source)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise CaptureError(
+            f"{name} requires grad and is read by the call, but is no parameter of the module, so it would get no "
+            "gradient: register it as a parameter, or detach it"
+        )
+    root = re.match(r"L\['(args|kwargs)'\]\[(?:(\d+)|'(\w+)')\]", source)
+    if root is None:
+        return InputKind.BUFFER, name
+    holder = fakes.args[int(root[2])] if root[1] == "args" else fakes.kwargs[root[3]]
+    return (InputKind.BUFFER if isinstance(holder, nn.Module) else InputKind.USER), name
+
+
+# --- Outputs -----------------------------------------------------------------------------------------------------
+
+
+def differentiable_outputs(dynamo: DynamoGraph) -> list[bool]:
+    """Which outputs get a gradient: the scalars that require grad, or all that require grad where no scalar does."""
+    values = [node.meta["example_value"] for node in output_values(dynamo.graph_module.graph)]
+    wants = [torch.is_grad_enabled() and value.requires_grad for value in values]
+    scalar = [want and value.dim() == 0 for want, value in zip(wants, values, strict=True)]
+    return scalar if any(scalar) else wants
+
+
+def _separate_outputs(dynamo: DynamoGraph) -> list[bool]:
+    """Detaches the outputs that get no gradient, and makes none a view of another or of an input.
+
+    Without the first, logits would bring a (B, S, V) tangent of zeros; without the second, AOTAutograd would add
+    outputs of its own. The copies are taken out of the joint graph again.
+    """
+    graph = dynamo.graph_module.graph
+    output = graph.output_node()
+    differentiable = differentiable_outputs(dynamo)
+    separate = []
+    with graph.inserting_before(output):
+        for node, keeps_gradient in zip(output_values(graph), differentiable, strict=True):
+            value = node if keeps_gradient else _like(graph.call_method("detach", (node,)), node)
+            separate.append(_like(graph.call_function(torch.clone, (value,)), node))
+    output.args = (tuple(separate),)
+    dynamo.graph_module.recompile()
+    return differentiable
+
+
+def _like(node: fx.Node, original: fx.Node) -> fx.Node:
+    node.meta = dict(original.meta)
+    return node
+
+
+# --- The joint graph ------------------------------------------------------------------------------------------------
+
+
+def _export(dynamo: DynamoGraph, with_backward: bool) -> JointGraph:
+    with torch.set_grad_enabled(with_backward):
+        return export_joint(dynamo)
+
+
+def _refuse_writes(dynamo: DynamoGraph, joint: JointGraph, inputs: list[Input]) -> None:
+    """Writing to a buffer is the model's own business; writing to what the caller or the optimizer owns is not."""
+    for index in joint.mutations:
+        kind, name = inputs[index].kind, inputs[index].name
+        if kind is InputKind.BUFFER and None not in joint.tangents:
+            continue
+        with dynamo.fake_mode:
+            node = find_write(dynamo.graph_module, dynamo.fake_inputs, index)
+        if kind is InputKind.USER:
+            raise InputError(written_to(f"input {name!r}", node, "Write to a clone of it."))
+        if kind is InputKind.PARAMETER:
+            raise CaptureError(written_to(f"parameter {name!r}", node, "Do it outside of the call, under no_grad."))
+        raise CaptureError(written_to(f"buffer {name!r}, with a value that requires grad,", node, "Detach the value."))
+
+
+_IDENTITIES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+def _program(joint: JointGraph, inputs: list[Input], differentiable: list[bool]) -> Program:
+    """The joint graph with flat, named placeholders and the contract's order of outputs."""
+    old = joint.graph_module.graph
+    tangents = [index for index in joint.tangents if index is not None]
+    assert tangents == [index for index, wanted in enumerate(differentiable) if wanted]
+    returned = output_values(old)
+    user = [_without_copy(returned[position]) for position in joint.outputs]
+    for index in tangents:
+        value = val(user[index])
+        inputs = [*inputs, Input(InputKind.TANGENT, str(index), tuple(value.shape), value.dtype)]
+
+    graph, new = _copy_named(old, inputs)
+    outputs = [
+        _output(OutputKind.USER, str(index), val(node), wanted)
+        for index, (node, wanted) in enumerate(zip(user, differentiable, strict=True))
+    ]
+    results = [new[node] for node in user]
+    for index, position in joint.mutations.items():
+        outputs.append(_output(OutputKind.BUFFER, inputs[index].name, val(returned[position])))
+        results.append(new[_without_copy(returned[position])])
+    for index, each in enumerate(inputs):
+        if tangents and each.kind is InputKind.PARAMETER and each.requires_grad:
+            gradient = returned[joint.gradients[index]] if index in joint.gradients else None
+            outputs.append(Output(OutputKind.GRADIENT, each.name, each.shape, each.dtype))
+            results.append(None if gradient is None else new[gradient])
+    graph.output(results)
+    graph.eliminate_dead_code()
+    graph.lint()
+    plan = Plan()
+    graph_module = fx.GraphModule(joint.graph_module, graph)
+    return Program(graph_module, inputs, outputs, plan, Mesh.of(plan), 0, facts={"captured"})
+
+
+def _output(kind: OutputKind, name: str, value: Tensor, differentiable: bool = False) -> Output:
+    return Output(kind, name, tuple(value.shape), value.dtype, differentiable)
+
+
+def _without_copy(node: fx.Node) -> fx.Node:
+    """The value itself behind the copy that `_separate_outputs` made."""
+    return node.args[0] if node.target is torch.ops.aten.clone.default else node  # type: ignore[return-value]
+
+
+def _copy_named(old: fx.Graph, inputs: list[Input]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy without its output: placeholders named by `inputs`, operators that only pass a tensor on left out."""
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    for node, each in zip(old.find_nodes(op="placeholder"), inputs, strict=True):
+        prefix = "tangent_" if each.kind is InputKind.TANGENT else ""
+        new[node] = graph.placeholder(re.sub(r"\W+", "_", prefix + each.name).strip("_"))
+        new[node].meta = dict(node.meta)
+    for node in old.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        new[node] = new[node.args[0]] if node.target in _IDENTITIES else graph.node_copy(node, new.__getitem__)
+    return graph, new
+
+
+# --- Gradients ---------------------------------------------------------------------------------------------------
+
+
+def _parameters_to_differentiate(graph: fx.Graph, inputs: list[Input], differentiable: list[bool]) -> set[str]:
+    """The parameters from which a path of values that require grad leads to a differentiable output."""
+    reached = {node for node, wanted in zip(output_values(graph), differentiable, strict=True) if wanted}
+    for node in reversed(graph.nodes):
+        if node in reached:
+            reached.update(each for each in node.all_input_nodes if _requires_grad(each))
+    nodes = zip(graph.find_nodes(op="placeholder"), inputs, strict=True)
+    return {each.name for node, each in nodes if node in reached and each.kind is InputKind.PARAMETER}
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return any(isinstance(each, Tensor) and each.requires_grad for each in values)
+
+
+def _check_gradients(program: Program, expected: set[str]) -> None:
+    """A gradient that is silently missing would leave a parameter untrained."""
+    assert program.joint is not None
+    results = zip(program.outputs, output_values(program.joint.graph), strict=True)
+    found = {output.name for output, node in results if output.kind is OutputKind.GRADIENT and node is not None}
+    missing = sorted(expected - found)
+    if missing:
+        raise VerificationError(f"no gradient was derived for {', '.join(missing)}, which a differentiable output uses")

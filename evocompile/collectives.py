@@ -1,0 +1,306 @@
+"""Communication in a graph: how it is recognised, described and carried out.
+
+A *start* begins a communication and returns at once; its value may be used only by its one *wait*. Collectives are
+torch's functional operators (`torch.ops._c10d_functional`) under our group names; point-to-point exchanges, for which
+torch has none, are the Python functions of this module, used directly as targets of the graph.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.fx.node import has_side_effect, map_arg
+
+from . import torch_private
+from .errors import DeadlockError, PlanError
+from .mesh import group_ranks
+from .program import Collective, Program, clone_graph, nbytes
+
+# --- exchanges -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Exchange:
+    """An exchange under way. Both buffers are held here: the wire reads and writes them until the wait."""
+
+    works: list[dist.Work]
+    sent: torch.Tensor | None
+    buffer: torch.Tensor
+    what: str
+
+
+_exchanges: dict[int, _Exchange] = {}  # by id of the receive buffer, which the entry keeps alive
+
+
+def exchange_start(
+    tensors: list[torch.Tensor],
+    destination: int,
+    source: int,
+    shapes: list[list[int]],
+    dtype: torch.dtype,
+    device: torch.device,
+    group: str,
+) -> torch.Tensor:
+    """Start to send `tensors`, packed in one buffer, to global rank `destination`, and to receive from `source`.
+
+    tensors: all of `dtype`; nothing is sent when `destination` is -1.
+    shapes:  of the tensors that `source` packs; nothing is received when `source` is -1.
+    group:   torch's own name of the process group (`Communicators.resolve` puts it in the graph's place).
+    Returns the 1-D receive buffer, not to be read before `exchange_wait`. Halves of zero bytes never meet the wire.
+    """
+    assert all(tensor.dtype == dtype for tensor in tensors), f"an exchange of {dtype} got other dtypes"
+    sent = pack(tensors) if destination >= 0 and tensors else None
+    size = sum(map(math.prod, shapes)) if source >= 0 else 0
+    buffer = torch.empty(size, dtype=dtype, device=device) if sent is None else sent.new_empty(size)
+    if torch_private.is_fake(buffer):
+        return buffer
+    works: list[dist.Work] = []
+    if size or (sent is not None and sent.numel()):
+        process_group = torch_private.resolve_group(group)
+        halves = [dist.P2POp(dist.irecv, buffer, source, process_group)] if size else []
+        if sent is not None and sent.numel():
+            halves.append(dist.P2POp(dist.isend, sent, destination, process_group))
+        works = dist.batch_isend_irecv(halves)
+    what = f"exchange (to rank {destination}, from rank {source}) on process group {group}"
+    _exchanges[id(buffer)] = _Exchange(works, sent, buffer, what)
+    return buffer
+
+
+def exchange_wait(buffer: torch.Tensor) -> torch.Tensor:
+    """Wait for the send and the receive that `exchange_start` began; the buffer, now valid.
+
+    Raises DeadlockError when a peer fails or does not come within the group's time-out.
+    """
+    if torch_private.is_fake(buffer):
+        return buffer
+    exchange = _exchanges.pop(id(buffer), None)
+    assert exchange is not None, "exchange_wait of a buffer that no exchange is filling"
+    try:
+        for work in exchange.works:
+            work.wait()
+    except RuntimeError as error:
+        raise DeadlockError(f"{exchange.what} failed, a peer died or did not answer in time: {error}") from error
+    return buffer
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensors' elements in one contiguous 1-D buffer; no copy for a single contiguous tensor."""
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def unpack(buffer: torch.Tensor, shapes: list[list[int]]) -> tuple[torch.Tensor, ...]:
+    """The tensors of these shapes in a packed buffer, as views."""
+    parts = buffer.split([math.prod(shape) for shape in shapes])
+    return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+
+
+def pending_works() -> int:
+    """Number of communications of this process that are started and not waited for: 0 after every step."""
+    return len(_exchanges) + torch_private.functional_works_pending()
+
+
+has_side_effect(exchange_start)  # dead-code elimination on one rank would leave its peer waiting
+has_side_effect(exchange_wait)
+
+# --- recognising ---------------------------------------------------------------------------------------------------
+
+_functional = torch.ops._c10d_functional
+STARTS: dict[Callable[..., Any], tuple[str, tuple[str, ...]]] = {  # target: (kind, names of its parameters)
+    _functional.all_gather_into_tensor.default: ("all_gather", ("input", "group_size", "group")),
+    _functional.reduce_scatter_tensor.default: ("reduce_scatter", ("input", "reduce", "group_size", "group")),
+    _functional.all_reduce.default: ("all_reduce", ("input", "reduce", "group")),
+    _functional.all_to_all_single.default: ("all_to_all", ("input", "output_splits", "input_splits", "group")),
+    exchange_start: ("exchange", ("tensors", "destination", "source", "shapes", "dtype", "device", "group")),
+}
+WAITS = (_functional.wait_tensor.default, exchange_wait)
+
+
+def is_start(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in STARTS
+
+
+def is_wait(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in WAITS
+
+
+def is_boundary(node: fx.Node) -> bool:
+    """Must not be swallowed by a compute segment: communication, our own operators, and the unpacking of both."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], fx.Node) and is_boundary(node.args[0])
+    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "evocompile":
+        return True
+    return is_start(node) or is_wait(node) or node.target is unpack
+
+
+# --- describing ----------------------------------------------------------------------------------------------------
+
+
+class Event(NamedTuple):
+    """One start or wait of a rank's program, as the other ranks need to know it.
+
+    kind:     a `Collective.kind`, or "wait".
+    node:     name of the node, for messages.
+    size:     bytes of this rank's input to an all_gather, reduce_scatter or all_reduce: equal on all members.
+    sent:     (rank, bytes) for each receiver of an exchange or all_to_all; `received`: for each sender. Exchanges
+              leave out halves of zero bytes.
+    start:    for a wait: position in the list of the start that it waits for.
+    """
+
+    kind: str
+    node: str
+    group: str = ""
+    dtype: str = ""
+    size: int = 0
+    sent: tuple[tuple[int, int], ...] = ()
+    received: tuple[tuple[int, int], ...] = ()
+    start: int = -1
+
+
+def start_arguments(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a start by the parameter names of `STARTS`; `args`, `kwargs`: the node's, perhaps as values."""
+    assert not kwargs or node.target is exchange_start, f"{node}: pass the arguments of a collective by position"
+    _, names = STARTS[node.target]  # type: ignore[index]
+    return dict(zip(names, args, strict=not kwargs)) | dict(kwargs)
+
+
+def start_event(node: fx.Node, given: Mapping[str, Any], where: str = "") -> Event:
+    """Describe a start from its arguments (`start_arguments`), whose tensors may be fake."""
+    kind, _ = STARTS[node.target]  # type: ignore[index]
+    group = given["group"]
+    event = Event(kind, where + node.name, group)
+    if kind == "exchange":
+        received = sum(map(math.prod, given["shapes"])) * given["dtype"].itemsize if given["source"] >= 0 else 0
+        sent = sum(map(nbytes, given["tensors"])) if given["destination"] >= 0 else 0
+        return event._replace(
+            dtype=str(given["dtype"]),
+            sent=((given["destination"], sent),) if sent else (),
+            received=((given["source"], received),) if received else (),
+        )
+    tensor = given["input"]
+    event = event._replace(dtype=str(tensor.dtype))
+    if kind != "all_to_all":
+        return event._replace(size=nbytes(tensor))
+    row, ranks = math.prod(tensor.shape[1:]) * tensor.element_size(), group_ranks(group)
+    return event._replace(
+        sent=tuple((rank, rows * row) for rank, rows in zip(ranks, given["input_splits"], strict=True)),
+        received=tuple((rank, rows * row) for rank, rows in zip(ranks, given["output_splits"], strict=True)),
+    )
+
+
+def graph_events(graph_module: fx.GraphModule, where: str = "", first: int = 0) -> list[Event]:
+    """The starts and waits of a graph in order. `where` prefixes node names; `first`: position of the first event."""
+    found: list[Event] = []
+    position: dict[fx.Node, int] = {}
+    for node in graph_module.graph.nodes:
+        if is_start(node):
+            args, kwargs = map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+            position[node] = first + len(found)
+            found.append(start_event(node, start_arguments(node, args, kwargs), where))
+        elif is_wait(node):
+            found.append(Event("wait", where + node.name, start=position[node.args[0]]))
+    return found
+
+
+def program_events(program: Program) -> list[Event]:
+    """The starts and waits of a step: the forward graph, then the backward graph (or the joint graph)."""
+    found: list[Event] = []
+    for name, graph_module in program.graphs.items():
+        found += graph_events(graph_module, f"{name}.", len(found))
+    return found
+
+
+def sent_bytes(event: Event, rank: int) -> int:
+    """Bytes that `rank` puts on the wire, by the ring algorithms' volume (see `Collective.sent`)."""
+    others = len(group_ranks(event.group)) - 1
+    match event.kind:
+        case "all_gather":
+            return event.size * others
+        case "reduce_scatter":
+            return event.size * others // (others + 1)
+        case "all_reduce":
+            return 2 * event.size * others // (others + 1)
+    return sum(size for receiver, size in event.sent if receiver != rank)
+
+
+def describe(node: fx.Node, rank: int, why: str) -> Collective:
+    """The entry of `Program.collectives` for a start whose arguments carry fake values."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+    event = start_event(node, start_arguments(node, args, kwargs))
+    return Collective(event.kind, event.group, sent_bytes(event, rank), why)
+
+
+# --- process groups ------------------------------------------------------------------------------------------------
+
+
+class Communicators:
+    """The process groups of one compiled model, by our group names. They belong to it alone; `destroy` frees them.
+
+    timeout: of every communication; the default group's when left out.
+    """
+
+    def __init__(self, device: torch.device, *, timeout: timedelta | None = None) -> None:
+        self._device = device
+        self._timeout = timeout or torch_private.default_group_timeout()
+        self._known: set[str] = set()
+        self._groups: dict[str, dist.ProcessGroup] = {}  # those that this rank is a member of
+
+    def create(self, names: Iterable[str]) -> None:
+        """Create the groups that do not exist yet. Every rank calls this with the same names, its own or not.
+
+        Not with `use_local_synchronization`: torch then derives the name under which members meet from how many
+        groups each has, and ranks that are in different numbers of groups would never meet.
+        """
+        missing = sorted(set(names) - self._known)
+        for name in missing:
+            ranks = group_ranks(name)
+            if ranks[-1] >= dist.get_world_size():
+                raise PlanError(f"group {name} needs rank {ranks[-1]} in a world of {dist.get_world_size()}")
+            backend = torch_private.backend_for(self._device)
+            group = dist.new_group(list(ranks), timeout=self._timeout, backend=backend, group_desc=name)
+            if dist.get_rank() in ranks:
+                self._groups[name] = group
+        self._known.update(missing)
+        for name in missing:  # NCCL: the first call on a group must be one in which all members take part
+            if name in self._groups:
+                dist.all_reduce(torch.zeros(1, device=self._device), group=self._groups[name])
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        return self._groups[name]
+
+    def resolve(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """A copy of a graph in which every start names torch's process group instead of ours: ready to be run."""
+        resolved = fx.GraphModule(graph_module, clone_graph(graph_module.graph))
+        for node in resolved.graph.nodes:
+            if not is_start(node):
+                continue
+            if "group" in node.kwargs:
+                node.update_kwarg("group", self._groups[node.kwargs["group"]].group_name)
+            else:
+                index = STARTS[node.target][1].index("group")
+                node.update_arg(index, self._groups[node.args[index]].group_name)
+        resolved.recompile()
+        return resolved
+
+    def destroy(self) -> None:
+        """Free the process groups. Every rank calls it; after torch's own tear-down there is nothing left to free."""
+        if dist.is_initialized():
+            for name in sorted(self._groups):
+                dist.destroy_process_group(self._groups[name])
+        self._groups.clear()
+        self._known.clear()
+
+
+def group_names(events: Iterable[Event]) -> set[str]:
+    """The groups on which these events communicate."""
+    return {event.group for event in events if event.group}

@@ -1,0 +1,112 @@
+"""The plan: how one model is spread over the ranks. Frozen, printable, round-trips through JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from .errors import PlanError
+
+ATTENTION_SCHEDULES = ("zigzag", "ring")
+RECOMPUTE = ("none",)
+OVERLAP = ("none",)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Over how many ranks each state is sharded: 1 replicates it, the number of replicas shards it fully.
+
+    Today the three degrees must be equal (ZeRO-3 over that many ranks, replicated over the rest).
+    """
+
+    params: int = 1
+    grads: int = 1
+    optimizer: int = 1
+
+    def __post_init__(self) -> None:
+        for name, degree in dataclasses.asdict(self).items():
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise PlanError(f"Shard.{name} must be a positive number of ranks, got {degree!r}")
+        if not self.params == self.grads == self.optimizer:
+            raise PlanError(
+                f"{self}: separate degrees for parameters, gradients and optimizer state are not built yet; "
+                "give all three the same number"
+            )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the work is split.
+
+    dp:         replicas that each take a part of the batch.
+    cp:         ranks that split the sequence and exchange key/value blocks.
+    shard:      degree of the parameter, gradient and optimizer shards; `None` means over all dp * cp ranks.
+    attention:  "zigzag" (equal causal work on every rank) or "ring" (contiguous chunks).
+    ulysses, tp, pp, recompute, overlap, microbatches: only their defaults are built yet.
+    """
+
+    dp: int = 1
+    cp: int = 1
+    ulysses: int = 1
+    tp: int = 1
+    pp: int = 1
+    shard: Shard | None = None
+    attention: str = "zigzag"
+    recompute: str = "none"
+    overlap: str = "none"
+    microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "cp", "ulysses", "tp", "pp", "microbatches"):
+            degree = getattr(self, name)
+            if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+                raise PlanError(f"Plan.{name} must be a positive integer, got {degree!r}")
+        for name in ("ulysses", "tp", "pp", "microbatches"):
+            if getattr(self, name) != 1:
+                raise PlanError(f"Plan.{name}={getattr(self, name)} is not built yet; use {name}=1 with dp and cp")
+        for name, allowed in (
+            ("attention", ATTENTION_SCHEDULES),
+            ("recompute", RECOMPUTE),
+            ("overlap", OVERLAP),
+        ):
+            if getattr(self, name) not in allowed:
+                raise PlanError(f"Plan.{name}={getattr(self, name)!r}: choose one of {', '.join(map(repr, allowed))}")
+        if self.shard is not None and self.replicas % self.shard.params:
+            raise PlanError(f"{self.shard} does not divide the {self.replicas} replicas dp*cp of this plan")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks: the product of the degrees."""
+        return self.dp * self.cp * self.ulysses * self.tp * self.pp
+
+    @property
+    def replicas(self) -> int:
+        """R: number of ranks that compute with the same weights."""
+        return self.dp * self.cp * self.ulysses
+
+    @property
+    def shard_degrees(self) -> Shard:
+        """The shard degrees with the default filled in."""
+        return self.shard or Shard(params=self.replicas, grads=self.replicas, optimizer=self.replicas)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        try:
+            fields = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(f"not a plan in JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise PlanError(f"a plan in JSON is an object, got {type(fields).__name__}")
+        unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(Plan)})
+        if unknown:
+            raise PlanError(f"unknown fields in the plan: {', '.join(unknown)}")
+        if fields.get("shard") is not None:
+            try:
+                fields["shard"] = Shard(**fields["shard"])
+            except TypeError as error:
+                raise PlanError(f"Plan.shard: {error}") from error
+        return Plan(**fields)

@@ -1,0 +1,212 @@
+"""The one intermediate representation: a joint forward+backward FX graph with typed tables beside it.
+
+A `Program` starts at global shapes (capture), is rewritten by the passes to one rank's shapes, and is cut into a
+forward and a backward graph by `rematerialize`. Nothing is kept in loose strings of `node.meta`; of `meta` we use
+only what torch itself writes: "val" (a fake tensor: shape, dtype, device) and "stack_trace" (the model's source).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx
+
+from .layout import Layout, Sharding
+from .mesh import Mesh
+from .plan import Plan
+
+
+class InputKind(Enum):
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    USER = "input"
+    TANGENT = "tangent"
+
+
+class OutputKind(Enum):
+    USER = "output"
+    BUFFER = "buffer update"
+    GRADIENT = "gradient"
+    SAVED = "saved"
+
+
+@dataclass(frozen=True)
+class Input:
+    """A placeholder of the graph.
+
+    name:  fully qualified name of a parameter or buffer; path of a user input ("input_ids"); for a tangent the
+           name of its output.
+    shape: global shape.
+    """
+
+    kind: InputKind
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True)
+class Output:
+    """A value that the graph returns. `name`: a user output's index as text, or the buffer's or parameter's name.
+
+    layout:         set by `localize` on user outputs: how the returned local value is laid out (`None`: whole).
+    differentiable: a tangent arrives for it in the backward graph.
+    """
+
+    kind: OutputKind
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool = False
+    layout: Layout | None = None
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One communication in the graph: what `inspect`, the verifier and the schedulers need to know of it.
+
+    kind:  "all_gather" | "reduce_scatter" | "all_reduce" | "all_to_all" | "exchange"
+    group: name of the communicator (`evocompile.mesh.group_name`).
+    sent:  bytes that this rank puts on the wire, by the ring algorithms' volume: v(n-1)/n, twice for all_reduce.
+    why:   one phrase, for people.
+    """
+
+    kind: str
+    group: str
+    sent: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Note:
+    """Something that the user may want to know: what was gathered, kept replicated or padded, where and why."""
+
+    what: str
+    why: str
+    source: str
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The program after one pass, as text, taken for `inspect`."""
+
+    name: str
+    text: str
+    nodes: int
+    seconds: float
+
+
+@dataclass
+class Program:
+    """One rank's program at some point of the pipeline.
+
+    joint:    the joint graph, until `rematerialize` replaces it by `forward` and `backward`. Its placeholders align
+              with `inputs`, the elements of its output with `outputs`.
+    forward:  placeholders: `inputs` without tangents; output: user outputs, buffer updates, then saved values.
+    backward: placeholders: saved values, then tangents; output: one gradient (or None) per GRADIENT in `outputs`.
+              `None` for programs that were captured without gradients.
+    facts:    names of what the passes so far provide (the contract that the driver checks).
+    """
+
+    joint: fx.GraphModule | None
+    inputs: list[Input]
+    outputs: list[Output]
+    plan: Plan
+    mesh: Mesh
+    rank: int
+    forward: fx.GraphModule | None = None
+    backward: fx.GraphModule | None = None
+    sharding: Sharding | None = None
+    layouts: dict[fx.Node, Layout] = field(default_factory=dict)
+    collectives: dict[fx.Node, Collective] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+    facts: set[str] = field(default_factory=set)
+    snapshots: list[Snapshot] = field(default_factory=list)
+
+    @property
+    def graphs(self) -> dict[str, fx.GraphModule]:
+        """The graphs that exist now, by name."""
+        named = {"joint": self.joint, "forward": self.forward, "backward": self.backward}
+        return {name: graph for name, graph in named.items() if graph is not None}
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        return self.mesh.coordinate(self.rank)
+
+    def outputs_of(self, kind: OutputKind) -> list[Output]:
+        return [output for output in self.outputs if output.kind is kind]
+
+    def inputs_of(self, *kinds: InputKind) -> list[Input]:
+        return [each for each in self.inputs if each.kind in kinds]
+
+    def bind(self, plan: Plan, rank: int) -> Program:
+        """The captured program for one plan and rank, on a graph of its own."""
+        assert self.joint is not None
+        return replace(
+            self,
+            joint=fx.GraphModule(self.joint, clone_graph(self.joint.graph)),
+            plan=plan,
+            mesh=Mesh.of(plan),
+            rank=rank,
+            layouts={},
+            collectives={},
+            notes=list(self.notes),
+            facts=set(self.facts),
+            snapshots=[],
+        )
+
+
+def clone_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy of a graph with its metadata."""
+    clone = fx.Graph()
+    clone.output(clone.graph_copy(graph, {}))
+    return clone
+
+
+def placeholders(graph: fx.Graph) -> list[fx.Node]:
+    return list(graph.find_nodes(op="placeholder"))
+
+
+def output_values(graph: fx.Graph) -> list[Any]:
+    """The nodes (or None) that the graph returns, flat."""
+    (output,) = graph.find_nodes(op="output")
+    return list(output.args[0])
+
+
+def val(node: fx.Node) -> Any:
+    """The fake value of a node: a fake tensor, or a tuple of them."""
+    return node.meta["val"]
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    return math.prod(tensor.shape) * tensor.element_size()
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n\s*(?P<code>.*)')
+
+
+def source_line(node: fx.Node) -> str:
+    """ "file.py:12 in forward: code" of the innermost line of the model that made this node, or its own name."""
+    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    if not frames:
+        return f"(no source line; graph node {node.name})"
+    frame = frames[-1]
+    return f"{frame['file']}:{frame['line']} in {frame['function']}: {frame['code'].strip()}"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One step of the pipeline: a function Program -> Program with its contract."""
+
+    name: str
+    run: Callable[[Program], Program]
+    requires: frozenset[str] = frozenset()
+    provides: frozenset[str] = frozenset()

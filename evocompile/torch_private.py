@@ -1,0 +1,429 @@
+"""Every use of a private torch API, as small functions. Checked on torch 2.13.0.
+
+torch gives no promise for these: when a new torch version is admitted in pyproject.toml, this file is read first.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import logging
+import re
+import traceback
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor, fx, nn
+from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture
+from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError, Unsupported, UserError
+from torch._dynamo.hooks import Hooks
+from torch._dynamo.types import GuardFilterEntry
+from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._guards import TracingContext, tracing
+from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+
+# --- Containers and modules ---------------------------------------------------------------------------------------
+
+
+def leaves_with_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The leaves of a call in the order of `map_leaves`, by path: "args[0]", "input_ids", "batch['labels']"."""
+    leaves, _ = pytree.tree_flatten_with_path((list(args), kwargs))
+    return [(_path_name(path), leaf) for path, leaf in leaves]
+
+
+def _path_name(path: tuple[Any, ...]) -> str:
+    position, *rest = path
+    if position.idx == 0:
+        return "args" + pytree.keystr(tuple(rest))
+    return str(rest[0].key) + pytree.keystr(tuple(rest[1:]))
+
+
+def map_leaves(
+    change: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call with every leaf changed."""
+    new_args, new_kwargs = pytree.tree_map(change, (list(args), kwargs))
+    return tuple(new_args), new_kwargs
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place in a module that holds a parameter or buffer."""
+
+    name: str
+    holder: dict[str, Tensor | None]
+    key: str
+    is_parameter: bool
+
+    @property
+    def tensor(self) -> Tensor | None:
+        return self.holder.get(self.key)
+
+
+def tensor_slots(module: nn.Module) -> list[Slot]:
+    """All places that hold a parameter or buffer, tied ones once per place, in the order of `named_parameters`."""
+    slots = []
+    for prefix, submodule in module.named_modules():
+        for is_parameter, holder in ((True, submodule._parameters), (False, submodule._buffers)):
+            for key, tensor in holder.items():
+                if tensor is not None:
+                    slots.append(Slot(f"{prefix}.{key}" if prefix else key, holder, key, is_parameter))
+    return slots
+
+
+# --- Dynamo: one graph of a call -------------------------------------------------------------------------------
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """A mode under which tensors have shape, dtype and device, but no memory."""
+    return FakeTensorMode()
+
+
+@dataclass(frozen=True)
+class DynamoGraph:
+    """What Dynamo makes of one call of `function(*args)`.
+
+    graph_module: flat tensors in, flat tuple of tensors out; `node.meta["example_value"]` is fake.
+    sources:      for each placeholder, where Dynamo's bytecode finds it: "L['kwargs']['input_ids']".
+    """
+
+    function: types.FunctionType
+    graph_module: fx.GraphModule
+    sources: list[str]
+    output: CaptureOutput
+
+    @property
+    def fake_mode(self) -> FakeTensorMode:
+        assert self.output.backend_input is not None
+        return self.output.backend_input.fake_mode
+
+    @property
+    def fake_inputs(self) -> list[Tensor]:
+        """One fake tensor for each placeholder, made by Dynamo's own mode."""
+        assert self.output.backend_input is not None
+        return list(self.output.backend_input.example_inputs)
+
+
+def isolated(function: Callable[..., Any]) -> types.FunctionType:
+    """The same code with globals of its own: Dynamo writes into the globals of what it traces."""
+    assert isinstance(function, types.FunctionType) and not function.__closure__
+    return types.FunctionType(function.__code__, {"__builtins__": builtins.__dict__}, function.__name__)
+
+
+def trace(function: types.FunctionType, args: tuple[Any, ...]) -> DynamoGraph | None:
+    """Dynamo's graph of `function(*args)` with static shapes; `None` when the call has no tensor operation.
+
+    Raises what Dynamo raises; `explain` reads it.
+    """
+    static: dict[str, Any] = {
+        "install_free_tensors": False,
+        "assume_static_by_default": True,
+        "automatic_dynamic_shapes": False,
+        "specialize_int": True,
+        "specialize_float": True,
+        "ignore_logging_functions": torch._dynamo.config.ignore_logging_functions | _logging_functions(),
+    }
+    with torch._dynamo.config.patch(static), get_metrics_context():
+        output = fullgraph_capture(function, args)
+    if output.backend_input is None:
+        return None
+    graph_module = output.backend_input.graph_module
+    sources = [str(node._dynamo_source.name) for node in graph_module.graph.find_nodes(op="placeholder")]
+    return DynamoGraph(function, graph_module, sources, output)
+
+
+def _logging_functions() -> set[Callable[..., Any]]:
+    """The methods of loggers that only write (transformers adds `warning_once` and others to the class)."""
+    writes = re.compile(r"(debug|info|warn|error|critical|exception|log)(_|ing|$)")
+    return {method for name, method in vars(logging.Logger).items() if callable(method) and writes.match(name)}
+
+
+def run_bytecode(dynamo: DynamoGraph, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """`dynamo.function` with its tensor operations replaced by `compiled(*flat_inputs) -> flat outputs`."""
+    extra = dict(dynamo.output.graph_capture_output.f_globals)
+    return dynamo.output.forward_callable(compiled_fn=compiled, extra_globals=extra)
+
+
+def graph_inputs(dynamo: DynamoGraph, args: tuple[Any, ...]) -> list[Any]:
+    """The objects that `dynamo.function(*args)` hands to its graph, one for each placeholder."""
+
+    class Reached(Exception):
+        pass
+
+    flat: list[Any] = []
+
+    def stop(*inputs: Any) -> None:
+        flat.extend(inputs)
+        raise Reached
+
+    try:
+        run_bytecode(dynamo, stop)(*args)
+    except Reached:
+        return flat
+    raise AssertionError("the bytecode never calls its graph")
+
+
+# --- Dynamo: guards ----------------------------------------------------------------------------------------------
+
+
+def build_guards(dynamo: DynamoGraph, replaced: Sequence[Tensor]) -> Any:
+    """Dynamo's guards of the traced call, without those on `replaced` tensors and on what is read from them."""
+    ids = {id(tensor) for tensor in replaced}
+
+    def keep(entries: Sequence[GuardFilterEntry]) -> list[bool]:
+        tensors = {_source(entry).name for entry in entries if entry.has_value and id(entry.value) in ids}
+        return [not any(source.name in tensors for source in _chain(_source(entry))) for entry in entries]
+
+    with get_metrics_context(), dynamo_timed("evocompile_guards", log_pt2_compile_event=True):
+        capture = dynamo.output.graph_capture_output
+        return capture.build_guards(dynamo.function.__code__, Hooks(guard_filter_fn=keep)).guard_manager
+
+
+def _source(entry: GuardFilterEntry) -> Any:
+    return entry.orig_guard.originating_source
+
+
+def _chain(source: Any) -> Iterator[Any]:
+    """A source, and the sources that it is read from."""
+    while source is not None:
+        yield source
+        source = getattr(source, "base", None)
+
+
+def guards_hold(guards: Any, local_names: dict[str, Any]) -> bool:
+    return bool(guards.check(local_names))
+
+
+def failing_guard(guards: Any, local_names: dict[str, Any]) -> str | None:
+    """The text of the first guard that does not hold, as Dynamo writes it."""
+    result = guards.check_verbose(local_names)
+    return None if result.result else "; ".join(map(str, result.verbose_code_parts))
+
+
+# --- Dynamo: what went wrong ----------------------------------------------------------------------------------------
+
+TraceError = TorchDynamoException
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why Dynamo gave up. kind: Dynamo's name of the situation; frames: the model's stack, outermost first."""
+
+    kind: str
+    reason: str
+    frames: list[traceback.FrameSummary]
+
+
+def explain(error: TorchDynamoException) -> Explanation:
+    """The reason of a failed `trace`, in one sentence."""
+    frames = list(getattr(error, "real_stack", None) or [])
+    text = str(getattr(error, "msg", None) or error)
+    if isinstance(error, TorchRuntimeError):
+        failure = re.search(r"got (\w+\(.*\))$", text, re.MULTILINE)
+        reason = f"this operation fails with {failure[1]}" if failure else _first_line(error)
+        return Explanation("runtime", reason, frames)
+    if isinstance(error, UserError):
+        return Explanation("data-dependent" if "data-dependent" in text else "user", _first_line(error), frames)
+    raised = re.search(r"raised exception (.*)", text)
+    if raised and isinstance(error, Unsupported) and error.gb_type == "Observed exception":
+        return Explanation("raise", f"the model raises {_python_text(raised[1])}", frames)
+    explanation = re.search(r"Explanation: (.*)", text)
+    reason = explanation[1].strip() if explanation else _first_line(error)
+    return Explanation(getattr(error, "gb_type", None) or type(error).__name__, reason, frames)
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _python_text(dynamo_text: str) -> str:
+    """ "ValueError([ConstantVariable(str: 'no')])" as Python writes it: "ValueError('no')"."""
+    text = re.sub(r"\w+Variable\((?:\w+: )?('[^']*'|\"[^\"]*\"|[^()]*)\)", r"\1", dynamo_text)
+    return re.sub(r"\(\[(.*)\]\)", r"(\1)", text)
+
+
+# --- AOTAutograd: the joint graph ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """A functional graph of aten operators.
+
+    Its placeholders are the inputs, then one tangent for each entry of `tangents`; it returns one flat list.
+
+    tangents:  for each tangent the index of its output, or `None` for that of an input that is written to.
+    mutations: input index -> position of its new value in the returned list.
+    outputs:   position of each output in the returned list.
+    gradients: input index -> position of its gradient in the returned list.
+    """
+
+    graph_module: fx.GraphModule
+    tangents: list[int | None]
+    mutations: dict[int, int]
+    outputs: list[int]
+    gradients: dict[int, int]
+
+
+def export_joint(dynamo: DynamoGraph) -> JointGraph:
+    """Forward and backward of Dynamo's graph as one graph of aten operators; the forward alone under `no_grad`."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(tracing(TracingContext(dynamo.fake_mode)))
+        exported = aot_export_joint_with_descriptors(
+            stack, dynamo.graph_module, tuple(dynamo.fake_inputs), decompositions=decompositions()
+        )
+    graph = exported.graph_module.graph
+    tangents: list[int | None] = []
+    for node in graph.find_nodes(op="placeholder"):
+        match node.meta["desc"]:
+            case TangentAOTInput(output=PlainAOTOutput(idx=index)):
+                tangents.append(index)
+            case TangentAOTInput():
+                tangents.append(None)
+            case PlainAOTInput():
+                assert not tangents, "inputs come before tangents"
+            case other:
+                raise AssertionError(f"unexpected input of the joint graph: {other}")
+    mutations, outputs, gradients = _output_positions(graph.output_node().meta["desc"])
+    return JointGraph(exported.graph_module, tangents, mutations, outputs, gradients)
+
+
+def _output_positions(descriptors: Sequence[Any]) -> tuple[dict[int, int], list[int], dict[int, int]]:
+    mutations, outputs, gradients = {}, {}, {}
+    for position, descriptor in enumerate(descriptors):
+        match descriptor:
+            case InputMutationAOTOutput(mutated_input=PlainAOTInput(idx=index)):
+                mutations[index] = position
+            case PlainAOTOutput(idx=index):
+                outputs[index] = position
+            case GradAOTOutput(grad_of=PlainAOTInput(idx=index)):
+                gradients[index] = position
+            case None:
+                pass
+            case other:
+                raise AssertionError(f"unexpected output of the joint graph: {other}")
+    assert sorted(outputs) == list(range(len(outputs)))
+    return mutations, [outputs[index] for index in range(len(outputs))], gradients
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's table, without what our passes want whole."""
+    table = dict(select_decomp_table())
+    table.pop(torch.ops.aten.embedding_dense_backward.default, None)
+    return table
+
+
+# --- communication ------------------------------------------------------------------------------------------------
+
+
+def is_fake(value: Any) -> bool:
+    return isinstance(value, FakeTensor)
+
+
+def outside_fake_mode() -> contextlib.AbstractContextManager[Any]:
+    """A context in which operators on real tensors compute, even while a fake mode is active."""
+    return unset_fake_temporarily()
+
+
+def functional_works_pending() -> int:
+    """Number of functional collectives of this process that are started and not waited for."""
+    return torch._C._distributed_c10d._get_work_registry_size()
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group of a name as torch's functional collectives know it."""
+    return c10d._resolve_process_group(c10d.GroupName(name))
+
+
+def default_store() -> dist.Store:
+    """The key-value store under which the default process group met."""
+    return c10d._get_default_store()
+
+
+def default_group_timeout() -> timedelta:
+    """The time-out with which the default process group was made (`new_group` would take the library's own)."""
+    group = c10d._get_default_group()
+    return group._get_backend(group._device_types[0]).options._timeout
+
+
+def backend_for(device: torch.device) -> str | None:
+    """`None` (the default group's backend) if that serves the device, else torch's default for such devices."""
+    group = c10d._get_default_group()
+    serves = any(each.type == device.type for each in group._device_types)
+    return None if serves else dist.get_default_backend_for_device(device)
+
+
+# --- tensors -------------------------------------------------------------------------------------------------------
+
+
+def wrapper_tensor(
+    cls: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool
+) -> Any:
+    """A tensor of subclass `cls` without storage, contiguous; autograd sees it as a leaf."""
+    return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+
+
+# --- Inductor --------------------------------------------------------------------------------------------------------
+
+
+def compile_with_inductor(graph: fx.Graph) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], list[tuple[int, ...]]]:
+    """Compile a functional graph that returns a tuple, without autograd, and the strides that its outputs will have.
+
+    graph: placeholders carry fake values in "val"; inputs must come with their shapes and strides. What our passes
+           wanted whole is decomposed now.
+    The function empties the list that it is given. Results are kept in Inductor's cache on disk (on by default).
+    """
+    from torch._inductor.compile_fx import compile_fx_inner  # takes seconds to import
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.output_code import CompiledFxGraph
+    from torch._inductor.utils import BoxedBool
+    from torch._inductor.virtualized import V
+
+    planned = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True)
+    with torch.no_grad(), torch._C._DisableAutocast(), mode:
+        inputs = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in planned]
+        whole = fx.GraphModule(nn.Module(), graph)
+        module = make_fx(lambda *args: whole(*args), decomposition_table=select_decomp_table())(*inputs)
+    with torch.no_grad(), torch._C._DisableAutocast(), tracing(TracingContext(mode)), V.set_fake_mode(mode):
+        devices = [node.meta["val"].device for node in module.graph.nodes if is_fake(node.meta.get("val"))]
+        module = joint_graph_passes(module, devices[0])
+        output = module.graph.output_node()
+        output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # keep the outputs' strides
+        traced = [tuple(node.meta["val"].stride()) for node in output.args[0]]
+        compiled = compile_fx_inner(module, inputs, is_inference=True, cudagraphs=BoxedBool(False))
+    if not isinstance(compiled, CompiledFxGraph):  # nothing was left to compute
+        return compiled, traced
+    assert compiled.output_strides is not None
+    pairs = zip(compiled.output_strides, traced, strict=True)
+    return compiled, [own if found is None else tuple(map(int, found)) for found, own in pairs]
+
+
+def take_saved_tensors(ctx: Any) -> list[Tensor]:
+    """The tensors that an `autograd.Function` saved, freed from it unless the graph is retained.
+
+    Autograd itself would hold all of them until the function's backward returns. (The public
+    `clear_saved_tensors_on_access` does not heed `retain_graph`.)
+    """
+    saved = list(ctx.saved_tensors)
+    ctx.maybe_clear_saved_tensors()
+    return saved

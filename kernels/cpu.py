@@ -1,0 +1,82 @@
+"""Attention on CPU through ATen's flash kernels, which take fewer key/value heads than query heads as they are.
+
+What these kernels do otherwise than `reference`, found by experiment and normalised here (torch 2.13):
+
+- bool masks are refused;
+- a last dimension whose stride is not 1 is read as if it were: silently wrong;
+- a row that attends nothing gets lse 0, and lse -inf makes the backward NaN;
+- no rows or no columns is a division by zero that ends the process (the callers' guard);
+- v must have the head dimension of q and k.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .reference import accumulation_dtype, with_causal
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def fits(q: Tensor, v: Tensor) -> bool:
+    """Whether the kernels take these tensors."""
+    return q.device.type == "cpu" and q.dtype in _DTYPES and q.shape[-1] == v.shape[-1]
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As `reference.forward`, but out is in q's dtype and neither result is contiguous."""
+    bias, is_causal = _bias(q, k, mask, is_causal)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        _unit_stride(q), _unit_stride(k), _unit_stride(v), 0.0, is_causal, attn_mask=bias, scale=scale
+    )
+    if bias is not None:
+        lse = lse.masked_fill((bias == -math.inf).all(-1), -math.inf)
+    return out, lse
+
+
+def backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `reference.backward`, but the gradients are in q's dtype and not contiguous."""
+    bias, is_causal = _bias(q, k, mask, is_causal)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        _unit_stride(d_out.to(q.dtype)),
+        _unit_stride(q),
+        _unit_stride(k),
+        _unit_stride(v),
+        _unit_stride(out.to(q.dtype)),
+        lse.masked_fill(lse == -math.inf, math.inf),
+        0.0,
+        is_causal,
+        attn_mask=bias,
+        scale=scale,
+    )
+
+
+def _bias(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool) -> tuple[Tensor | None, bool]:
+    """The mask as a 4-dimensional float tensor, with the causal condition in it when there are both."""
+    if mask is None:
+        return None, is_causal
+    mask = with_causal(mask, is_causal, q.shape[2], k.shape[2], q.device)
+    assert mask is not None
+    dtype = accumulation_dtype(q.dtype)
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
+    return mask.to(dtype)[(None,) * (4 - mask.dim())], False
+
+
+def _unit_stride(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

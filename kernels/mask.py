@@ -1,0 +1,466 @@
+"""Attention masks as predicates: text, tile classification by interval arithmetic, evaluation on positions.
+
+A mask is a Boolean expression that says whether query position q attends to key position k:
+
+    q, k      integers: global query and key positions        b, h    integers: batch row and query head
+    t0(b, q)  integer table 0 at [b, q]; bool tables read 0/1  t1(b, k) table 1 at [b, k], …
+    + - *     and // and % by a positive integer constant      <= < > >= == !=    & | ~ (also And, Or, Not)
+
+`Mask` keeps one normal form, so that equal texts mean equal masks in the common cases: upper bounds read `k <= …`,
+lower bounds `k > …`, negations are pushed into the relations. Its text is what the attention operators carry.
+
+Classification is three-valued interval arithmetic over convex regions of the (q, k) plane whose vertices are
+integer points, so a linear expression's bounds are exact; tables are unknown.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property, lru_cache
+from typing import Any
+
+import sympy
+import torch
+from sympy.core.function import AppliedUndef
+from sympy.core.relational import Relational
+from sympy.logic.boolalg import Boolean, BooleanFalse, BooleanTrue
+
+from evocompile.errors import MaskError
+
+Q, K, B, H = sympy.symbols("q k b h", integer=True, nonnegative=True)
+SYMBOLS = {str(symbol): symbol for symbol in (Q, K, B, H)}
+
+Region = tuple[tuple[int, int], ...]  # vertices (q, k) of a convex region
+Bounds = tuple[float, float]  # inclusive; ints, or infinities where unknown
+
+
+class Tile(Enum):
+    """What a mask does on one rectangle of query × key positions."""
+
+    EMPTY = "nothing attends"
+    FULL = "everything attends"
+    CAUSAL = "exactly k <= q attends"
+    MASKED = "depends on the position or on data"
+
+
+@dataclass(frozen=True)
+class Mask:
+    """An attention mask. Build it with `Mask.of`, `Mask.full`, `Mask.causal` or `parse_mask`."""
+
+    text: str
+
+    @staticmethod
+    def of(expression: Boolean) -> Mask:
+        """The mask of a sympy expression over `Q`, `K`, `B`, `H` and `table` leaves."""
+        return Mask(_text(normalize(expression)))
+
+    @staticmethod
+    def full() -> Mask:
+        return Mask("True")
+
+    @staticmethod
+    def causal() -> Mask:
+        """k <= q: top-left aligned."""
+        return Mask("k <= q")
+
+    def __str__(self) -> str:
+        return self.text
+
+    @cached_property
+    def expression(self) -> Boolean:
+        return _parse(self.text)
+
+    @property
+    def table_count(self) -> int:
+        """How many tables `evaluate` needs: one more than the largest index."""
+        return max((table_index(leaf) + 1 for leaf in self.expression.atoms(AppliedUndef)), default=0)
+
+    def classify(self, q_lo: int, q_hi: int, k_lo: int, k_hi: int) -> Tile:
+        """The kind of the tile q_lo <= q < q_hi, k_lo <= k < k_hi. `MASKED` when unsure or data-dependent."""
+        if q_lo >= q_hi or k_lo >= k_hi:
+            return Tile.EMPTY
+        lower, upper = _halves(q_lo, q_hi - 1, k_lo, k_hi - 1)
+        below = self._truth(lower) if lower else None
+        above = self._truth(upper) if upper else None
+        known = {below, above} - {None}
+        if known == {_ALWAYS}:
+            return Tile.FULL
+        if known == {_NEVER}:
+            return Tile.EMPTY
+        return Tile.CAUSAL if (below, above) == (_ALWAYS, _NEVER) else Tile.MASKED
+
+    def evaluate(
+        self,
+        q_positions: torch.Tensor,
+        k_positions: torch.Tensor,
+        tables: Sequence[torch.Tensor],
+        batch: int,
+        heads: int,
+        device: torch.device | str,
+    ) -> torch.Tensor:
+        """The mask at the given global positions, a 4-D bool tensor broadcastable to (batch, heads, sq, sk).
+
+        q_positions (sq,), k_positions (sk,): integers. tables: `tables[i]` is an integer or bool tensor
+        (batch or 1, N), indexed by position. `True` attends.
+        """
+        environment = {
+            Q: q_positions.to(device, torch.int64).view(1, 1, -1, 1),
+            K: k_positions.to(device, torch.int64).view(1, 1, 1, -1),
+            B: torch.arange(batch, device=device).view(-1, 1, 1, 1),
+            H: torch.arange(heads, device=device).view(1, -1, 1, 1),
+        }
+        value = _evaluate(self.expression, environment, [table.to(device) for table in tables])
+        if isinstance(value, bool):
+            return torch.full((1, 1, 1, 1), value, device=device)
+        return value
+
+    @cached_property
+    def _truth(self) -> Callable[[Region], int]:
+        return truth_of(self.expression)
+
+
+@lru_cache(maxsize=4096)
+def parse_mask(text: str) -> Mask:
+    """The mask of a text, in normal form.
+
+    Raises MaskError for anything but the grammar of this module.
+    """
+    return Mask.of(_parse(text))
+
+
+def table(index: int, position: sympy.Symbol) -> sympy.Expr:
+    """The leaf `tables[index][b, position]`, with `Q` or `K` as position."""
+    return sympy.Function(f"t{index}", integer=True)(B, position)
+
+
+def table_index(leaf: AppliedUndef) -> int:
+    return int(leaf.func.__name__[1:])
+
+
+# ---- normal form
+
+
+def normalize(expression: Boolean) -> Boolean:
+    """Relations in one form, negations pushed inward, redundant bounds and repeated conditions removed."""
+    if isinstance(expression, Relational):
+        return _relation(expression)
+    if isinstance(expression, sympy.Not):
+        inner: Any = expression.args[0]
+        if isinstance(inner, Relational):
+            return _relation(inner.negated)
+        dual = sympy.Or if isinstance(inner, sympy.And) else sympy.And
+        return normalize(dual(*(sympy.Not(each) for each in inner.args)))
+    if isinstance(expression, sympy.And | sympy.Or):
+        return _junction(type(expression), [normalize(each) for each in expression.args])
+    assert isinstance(expression, BooleanTrue | BooleanFalse), expression
+    return expression
+
+
+def _relation(relation: Relational) -> Boolean:
+    """`sum <= 0`, `sum == 0` or `sum != 0` over the integers, rewritten with one symbol alone on the left."""
+    difference = relation.lhs - relation.rhs
+    if isinstance(relation, sympy.Ge | sympy.Gt):
+        difference = -difference
+    if isinstance(relation, sympy.Lt | sympy.Gt):
+        difference += 1
+    terms = dict(sympy.expand(difference).as_coefficients_dict())
+    constant = terms.pop(sympy.S.One, sympy.S.Zero)
+    equality = isinstance(relation, sympy.Eq | sympy.Ne)
+    if not terms:
+        held = constant == 0 if equality else constant <= 0
+        return sympy.sympify(bool(held) != isinstance(relation, sympy.Ne))
+    assert all(factor.is_integer for factor in (*terms.values(), constant)), relation
+    divisor = sympy.Integer(math.gcd(*(int(coefficient) for coefficient in terms.values())))
+    if equality and constant % divisor:
+        return sympy.sympify(isinstance(relation, sympy.Ne))
+    bound = sympy.floor(-constant / divisor)  # sum of the terms <= bound
+    terms = {term: coefficient / divisor for term, coefficient in terms.items()}
+    lead = min(terms, key=lambda term: (abs(terms[term]) != 1, term != K, term != Q, _text(term)))
+    sign = sympy.sign(terms[lead])
+    left = sympy.Add(*(term * each for term, each in terms.items())) * sign
+    moved = left - lead if abs(terms[lead]) == 1 else sympy.S.Zero
+    left, right = left - moved, sign * bound - moved
+    if equality:
+        return type(relation)(left, right)
+    return sympy.Le(left, right) if sign > 0 else sympy.Gt(left, right - 1)
+
+
+def _junction(kind: type, arguments: list[Boolean]) -> Boolean:
+    """And/Or of normal arguments: what one argument settles is dropped from the others, tightest bounds kept."""
+    neutral = sympy.sympify(kind is sympy.And)
+    flat = [each for argument in arguments for each in (argument.args if isinstance(argument, kind) else [argument])]
+    settled: dict[Boolean, Boolean] = {}
+    for each in flat:
+        if isinstance(each, Relational):
+            settled |= {each: neutral, each.negated: sympy.Not(neutral)}
+    others = [each.xreplace(settled) for each in flat if not isinstance(each, Relational)]
+    bounds: dict[Any, Relational] = {}
+    for each in flat:
+        if not isinstance(each, Relational):
+            continue
+        constant = each.rhs.as_coeff_Add()[0]
+        key = (type(each), each.lhs, each.rhs - constant) if isinstance(each, sympy.Le | sympy.Gt) else each
+        held = bounds.setdefault(key, each)
+        tighter = (constant < held.rhs.as_coeff_Add()[0]) == isinstance(each, sympy.Le)
+        if constant != held.rhs.as_coeff_Add()[0] and tighter == (kind is sympy.And):
+            bounds[key] = each
+    result = kind(*bounds.values(), *others)
+    return result if set(result.args) <= set(arguments) else normalize(result)
+
+
+# ---- text
+
+_BINARY = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+_COMPARE = {
+    ast.LtE: sympy.Le,
+    ast.Lt: sympy.Lt,
+    ast.GtE: sympy.Ge,
+    ast.Gt: sympy.Gt,
+    ast.Eq: sympy.Eq,
+    ast.NotEq: sympy.Ne,
+}
+_LOGIC = {"And": sympy.And, "Or": sympy.Or, "Not": sympy.Not}
+
+
+def _parse(text: str) -> Boolean:
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except SyntaxError as error:
+        raise MaskError(f"not a mask: {text!r}: {error.msg}") from error
+    expression = _read(tree, text)
+    if not isinstance(expression, Boolean) or isinstance(expression, sympy.Symbol):
+        raise MaskError(f"not a mask: {text!r} is a number, not a condition; compare it with something")
+    return expression
+
+
+def _read(node: ast.AST, text: str) -> Any:
+    """sympy expression of a syntax tree. Only the module's grammar; nothing is evaluated as Python."""
+    match node:
+        case ast.Constant(value=bool() | int() as value):
+            return sympy.sympify(value)
+        case ast.Name(id=name) if name in SYMBOLS:
+            return SYMBOLS[name]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_number(operand, text)
+        case ast.UnaryOp(op=ast.Invert(), operand=operand):
+            return sympy.Not(_read(operand, text))
+        case ast.BinOp(left=left, op=ast.BitAnd() | ast.BitOr() as op, right=right):
+            kind = sympy.And if isinstance(op, ast.BitAnd) else sympy.Or
+            return kind(_read(left, text), _read(right, text))
+        case ast.BinOp(left=left, op=ast.FloorDiv() | ast.Mod() as op, right=ast.Constant(value=int(divisor))) if (
+            divisor > 0
+        ):
+            number = _number(left, text)
+            return sympy.floor(number / divisor) if isinstance(op, ast.FloorDiv) else sympy.Mod(number, divisor)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            return _BINARY[type(op)](_number(left, text), _number(right, text))
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
+            return _COMPARE[type(op)](_number(left, text), _number(right, text))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _LOGIC:
+            return _LOGIC[name](*(_read(each, text) for each in args))
+        case ast.Call(
+            func=ast.Name(id=name), args=[ast.Name(id="b"), ast.Name(id="q" | "k" as position)], keywords=[]
+        ) if name[0] == "t" and name[1:].isdecimal():
+            return table(int(name[1:]), SYMBOLS[position])
+    raise MaskError(f"not a mask: {text!r}: {ast.unparse(node)!r} is outside the grammar of evocompile.kernels.mask")
+
+
+def _number(node: ast.AST, text: str) -> sympy.Expr:
+    value = _read(node, text)
+    if isinstance(value, Boolean) and not isinstance(value, sympy.Symbol):
+        raise MaskError(f"not a mask: {text!r}: {ast.unparse(node)!r} is a condition where a number is needed")
+    return value
+
+
+def _text(expression: sympy.Basic, tight: bool = False) -> str:
+    """Text of an expression in normal form; `tight` puts sums and relations in brackets."""
+    match expression:
+        case BooleanTrue() | BooleanFalse() | sympy.Integer() | sympy.Symbol() | AppliedUndef():
+            return str(expression)
+        case sympy.And() | sympy.Or():
+            sign = " & " if isinstance(expression, sympy.And) else " | "
+            text = sign.join(sorted((_text(each, tight=True) for each in expression.args), key=_reading_order))
+        case Relational():
+            text = f"{_text(expression.lhs)} {expression.rel_op} {_text(expression.rhs)}"
+        case sympy.Add():
+            text = _sum_text(expression)
+        case sympy.Mul():
+            return "*".join(_text(each, tight=True) for each in expression.args)
+        case sympy.Pow(args=(base, exponent)):
+            return "*".join([_text(base, tight=True)] * int(exponent))
+        case sympy.floor(args=(ratio,)):
+            numerator, divisor = sympy.together(ratio).as_numer_denom()
+            return f"({_text(numerator, tight=True)} // {divisor})"
+        case sympy.Mod(args=(number, divisor)):
+            return f"({_text(number, tight=True)} % {divisor})"
+        case _:
+            raise AssertionError(f"not in the grammar of masks: {expression!r}")
+    return f"({text})" if tight else text
+
+
+def _reading_order(text: str) -> tuple[bool, str]:
+    return ("t" in text, text)
+
+
+def _sum_text(expression: sympy.Add) -> str:
+    """Positive terms first, the constant last."""
+    terms = expression.as_coefficients_dict().items()
+    ordered = sorted(terms, key=lambda item: (item[0] == 1, item[1] < 0, _text(item[0])))
+    text = ""
+    for index, (term, coefficient) in enumerate(ordered):
+        sign = "-" if coefficient < 0 else "+"
+        text += f" {sign} " if index else "-" if sign == "-" else ""
+        text += _text(abs(coefficient) * term, tight=True)
+    return text
+
+
+# ---- classification
+
+_ALWAYS, _UNSURE, _NEVER = 1, 0, -1
+
+
+def _halves(q_lo: int, q_hi: int, k_lo: int, k_hi: int) -> tuple[Region, Region]:
+    """Vertices of the parts k <= q and k > q of a box with inclusive bounds; () where a part is empty."""
+    corners = [(q, k) for q in {q_lo, q_hi} for k in {k_lo, k_hi}]
+    first, last = max(q_lo, k_lo), min(q_hi, k_hi)
+    lower = [corner for corner in corners if corner[1] <= corner[0]]
+    lower += [(first, first), (last, last)] if first <= last else []
+    first, last = max(q_lo, k_lo - 1), min(q_hi, k_hi - 1)
+    upper = [corner for corner in corners if corner[1] > corner[0]]
+    upper += [(first, first + 1), (last, last + 1)] if first <= last else []
+    return tuple(lower), tuple(upper)
+
+
+def truth_of(expression: Boolean) -> Callable[[Region], int]:
+    """The three-valued truth of a condition over a region, as a closure: fast enough to call for every tile."""
+    if isinstance(expression, sympy.And | sympy.Or):
+        parts = [truth_of(each) for each in expression.args]
+        # And: the least of the parts' truths, Or: the greatest.
+        choose: Callable[[Iterable[int]], int] = min if isinstance(expression, sympy.And) else max
+        return lambda region: choose(part(region) for part in parts)
+    if not isinstance(expression, Relational):
+        truth = _ALWAYS if expression == sympy.true else _NEVER
+        return lambda region: truth
+    bounds = bounds_of(expression.lhs - expression.rhs)
+    test = _TRUTH[expression.rel_op]
+    return lambda region: test(*bounds(region))
+
+
+def _below(low: float, high: float) -> int:
+    return _ALWAYS if high <= 0 else _NEVER if low > 0 else _UNSURE
+
+
+def _zero(low: float, high: float) -> int:
+    return _ALWAYS if low == high == 0 else _NEVER if low > 0 or high < 0 else _UNSURE
+
+
+_TRUTH: dict[str, Callable[[float, float], int]] = {
+    "<=": _below,
+    ">": lambda low, high: -_below(low, high),
+    "==": _zero,
+    "!=": lambda low, high: -_zero(low, high),
+}
+
+
+def bounds_of(number: sympy.Expr) -> Callable[[Region], Bounds]:
+    """Inclusive bounds of a number over a region, as a closure. Exact for linear expressions of q and k."""
+    terms = dict(sympy.expand(number).as_coefficients_dict())
+    constant, of_q, of_k = (int(terms.pop(term, 0)) for term in (sympy.S.One, Q, K))
+    others = [(int(coefficient), _atom_bounds(atom)) for atom, coefficient in terms.items()]
+
+    def bounds(region: Region) -> Bounds:
+        values = [constant + of_q * q + of_k * k for q, k in region]
+        low: float = min(values)
+        high: float = max(values)
+        for coefficient, atom in others:
+            ends = [coefficient * end for end in atom(region)]
+            low, high = low + min(ends), high + max(ends)
+        return low, high
+
+    return bounds
+
+
+def _atom_bounds(atom: sympy.Expr) -> Callable[[Region], Bounds]:
+    match atom:
+        case sympy.floor(args=(ratio,)):
+            numerator, divisor = sympy.together(ratio).as_numer_denom()
+            inner, step = bounds_of(numerator), int(divisor)
+            return lambda region: _quotient(*inner(region), step)
+        case sympy.Mod(args=(number, divisor)):
+            inner, step = bounds_of(number), int(divisor)
+            return lambda region: _modulo(*inner(region), step)
+        case sympy.Symbol():
+            return lambda region: (0, math.inf)  # b, h: not part of a tile
+        case _:
+            return lambda region: (-math.inf, math.inf)  # tables and products: unknown
+
+
+def _quotient(low: float, high: float, step: int) -> Bounds:
+    return low // step if math.isfinite(low) else low, high // step if math.isfinite(high) else high
+
+
+def _modulo(low: float, high: float, step: int) -> Bounds:
+    same_period = math.isfinite(low) and math.isfinite(high) and low // step == high // step
+    return (low % step, high % step) if same_period else (0, step - 1)
+
+
+# ---- evaluation
+
+_TORCH: dict[str, Callable[[Any, Any], Any]] = {
+    "<=": operator.le,
+    ">": operator.gt,
+    "==": operator.eq,
+    "!=": operator.ne,
+}
+
+
+def _evaluate(
+    expression: sympy.Basic, environment: dict[sympy.Symbol, torch.Tensor], tables: Sequence[torch.Tensor]
+) -> Any:
+    """A 4-D tensor, or a Python number where nothing depends on positions."""
+
+    def value(each: sympy.Basic) -> Any:
+        match each:
+            case BooleanTrue() | BooleanFalse():
+                return bool(each)
+            case sympy.Integer():
+                return int(each)
+            case sympy.Symbol():
+                return environment[each]
+            case AppliedUndef(args=(_, position)):
+                rows = tables[table_index(each)]
+                return (
+                    rows[:, environment[position].flatten()]
+                    .long()
+                    .view(rows.shape[0], 1, *environment[position].shape[2:])
+                )
+            case sympy.And() | sympy.Or():
+                join = operator.and_ if isinstance(each, sympy.And) else operator.or_
+                return _fold(join, each.args)
+            case Relational():
+                return _TORCH[each.rel_op](value(each.lhs), value(each.rhs))
+            case sympy.floor(args=(ratio,)):
+                numerator, divisor = sympy.together(ratio).as_numer_denom()
+                return value(numerator) // int(divisor)
+            case sympy.Mod(args=(number, divisor)):
+                return value(number) % int(divisor)
+            case sympy.Add():
+                return _fold(operator.add, each.args)
+            case sympy.Mul():
+                return _fold(operator.mul, each.args)
+            case sympy.Pow(args=(base, exponent)):
+                return value(base) ** int(exponent)
+        raise AssertionError(f"not in the grammar of masks: {each!r}")
+
+    def _fold(join: Callable[[Any, Any], Any], args: tuple[sympy.Basic, ...]) -> Any:
+        result = value(args[0])
+        for each in args[1:]:
+            result = join(result, value(each))
+        return result
+
+    return value(expression)

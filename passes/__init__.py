@@ -1,0 +1,24 @@
+"""The passes, in the order in which they run. Each takes a program and returns it one step further on."""
+
+from __future__ import annotations
+
+from evocompile.program import Pass
+
+from .canonicalize import canonicalize
+from .localize import localize
+from .rematerialize import rematerialize
+from .shard_states import shard_states
+from .split_attention import split_attention
+
+PASSES = (
+    Pass("canonicalize", canonicalize, frozenset({"captured"}), frozenset({"canonical attention"})),
+    Pass("localize", localize, frozenset({"canonical attention"}), frozenset({"local shapes"})),
+    Pass("split_attention", split_attention, frozenset({"local shapes"}), frozenset({"attention steps"})),
+    Pass("shard_states", shard_states, frozenset({"local shapes"}), frozenset({"sharded states"})),
+    Pass(
+        "rematerialize",
+        rematerialize,
+        frozenset({"attention steps", "sharded states"}),
+        frozenset({"forward and backward"}),
+    ),
+)

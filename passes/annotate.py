@@ -1,0 +1,247 @@
+"""annotate: which part of every value each rank holds, and in which versions it is needed. Changes no graph.
+
+The invariant: *replicated by default, localised on demand*. Two sweeps, each linear in the number of nodes.
+
+1. Forward, `_natural`: the layout in which a node comes out by itself. Ids, labels, positions and masks stay whole
+   (their axes are only named); an embedding or a matrix product of something with named axes is split, and from
+   there splits propagate by the rules. A split label that is summed away leaves a partial value.
+2. Backward, `_demand`: from the outputs, which versions of each node are needed. A whole value that meets a split one
+   is *pulled*: the same operator on the parts of its operands, up to an operator that cannot be pulled, whose whole
+   result is indexed by this rank's positions. What nobody demands is not computed.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from evocompile.errors import ShardingError
+from evocompile.layout import Axis, Factor, Layout, Sharding, Split
+from evocompile.program import InputKind, Note, Output, OutputKind, Program, nbytes, output_values, placeholders, source_line
+
+from .rules import dims_of
+from .rules.attention import ATTENTION, ATTENTION_BACKWARD, attention_solution
+from .rules.base import label_sizes, operands_of, result_shapes
+from .rules.solve import Solution, canonical, forward, pull
+
+Version = tuple[Layout, ...]  # one layout for each result of a node
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Run the operator on these versions of its operands."""
+
+    operands: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Convert another version of the same node: reduce, gather, index."""
+
+    source: Version
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """The result: for every node the versions that are needed and how each is made, and the outputs' layouts."""
+
+    versions: dict[fx.Node, dict[Version, Compute | Convert]]
+    natural: dict[fx.Node, Version]
+    outputs: list[Layout | None]
+
+
+def splits_of(program: Program) -> dict[str, Split]:
+    """What the plan splits: the batch over dp, the sequence over cp; sizes from the user inputs."""
+    order = "zigzag" if program.plan.attention == "zigzag" else "contiguous"
+    splits = {}
+    for each in program.inputs_of(InputKind.USER):
+        for dim, (name, mesh_axis) in enumerate((("batch", "dp"), ("seq", "cp"))):
+            degree = program.mesh.degree(mesh_axis)
+            if dim < len(each.shape) and degree > 1 and name not in splits:
+                split = Split(mesh_axis, degree, "contiguous" if name == "batch" else order, each.shape[dim])
+                splits[name] = split
+    return splits
+
+
+def annotate(program: Program) -> Annotations:
+    """Layouts and versions for the joint graph at global shapes; sets `program.sharding`."""
+    assert program.joint is not None
+    program.sharding = Sharding(splits_of(program), program.coordinate)
+    natural, solutions = _natural(program)
+    outputs = _output_layouts(program, natural)
+    return Annotations(_demand(program, natural, solutions, outputs), natural, outputs)
+
+
+def _natural(program: Program) -> tuple[dict[fx.Node, Version], dict[fx.Node, Solution]]:
+    assert program.joint is not None and program.sharding is not None
+    splits = program.sharding.splits
+    natural: dict[fx.Node, Version] = {}
+    solutions: dict[fx.Node, Solution] = {}
+    for node, each in zip(placeholders(program.joint.graph), program.inputs, strict=True):
+        natural[node] = (_input_layout(each.kind, each.shape, each.dtype, splits),)
+    for node in program.joint.graph.nodes:
+        if node.op == "get_attr":
+            natural[node] = (Layout.whole(node.meta["val"].shape),)
+        elif node.target is operator.getitem and isinstance(node.args[0].meta["val"], (tuple, list)):
+            natural[node] = (natural[node.args[0]][node.args[1]],)
+        elif node.op == "call_function":
+            _refuse_random(node)
+            solution = _solve(program, node, [natural[operand][0] for operand in operands_of(node)])
+            natural[node], solutions[node] = solution.results, solution
+    return natural, solutions
+
+
+def _input_layout(kind: InputKind, shape: tuple[int, ...], dtype: torch.dtype, splits: Mapping[str, Split]) -> Layout:
+    """Axes of user inputs are named by position: dim 0 is the batch, dim 1 the sequence. Activations come split."""
+    if kind is not InputKind.USER:
+        return Layout.whole(shape)
+    dims = []
+    for dim, size in enumerate(shape):
+        name = ("batch", "seq", None)[min(dim, 2)]
+        if name in splits and splits[name].size == size:
+            dims.append((Factor(size, Axis(name, size), split=dtype.is_floating_point),))
+        else:
+            dims.append((Factor(size),))
+    return Layout(tuple(dims))
+
+
+def _solve(program: Program, node: fx.Node, layouts: list[Layout]) -> Solution:
+    assert program.sharding is not None
+    splits = program.sharding.splits
+    if node.target in (ATTENTION, ATTENTION_BACKWARD):
+        return attention_solution(node, layouts, splits)
+    dims = dims_of(node)
+    if dims is not None:
+        solution, problems = forward(dims, label_sizes(dims, node), layouts, splits)
+    else:
+        solution, problems = _replicated(node), ["there is no sharding rule for the operator"]
+    for operand, have, need in zip(operands_of(node), layouts, solution.operands, strict=True):
+        if have.split_axes() - need.split_axes():
+            program.notes.append(
+                Note(
+                    f"gathered for {node.target}",
+                    problems[0] if problems else "a broadcast dim is split",
+                    source_line(node),
+                    nbytes(operand.meta["val"]),
+                )
+            )
+    return solution
+
+
+def _refuse_random(node: fx.Node) -> None:
+    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+        raise ShardingError(
+            f"{source_line(node)}\nuses {node.target}: random numbers are not split over ranks yet. "
+            "Set the model's dropout probabilities to 0, or call model.eval()."
+        )
+
+
+def _replicated(node: fx.Node) -> Solution:
+    results = tuple(Layout.whole(shape) if shape is not None else Layout(()) for shape in result_shapes(node))
+    return Solution(tuple(Layout.whole(operand.meta["val"].shape) for operand in operands_of(node)), results)
+
+
+def _output_layouts(program: Program, natural: dict[fx.Node, Version]) -> list[Layout | None]:
+    """How each output leaves: scalars and buffers whole, other user outputs as they are if they come back lazily,
+    gradients as sums still pending (`shard_states` reduces them)."""
+    assert program.joint is not None and program.sharding is not None
+    lazy = any(o.kind is OutputKind.USER and not o.shape and o.dtype.is_floating_point for o in program.outputs)
+    layouts: list[Layout | None] = []
+    for output, node in zip(program.outputs, output_values(program.joint.graph), strict=True):
+        if not isinstance(node, fx.Node):
+            layouts.append(None)
+            continue
+        layout = natural[node][0]
+        if output.kind is OutputKind.GRADIENT:
+            pending = layout.partial | program.sharding.mesh_axes(layout)
+            layouts.append(replace(layout.unsplit(), partial=pending))
+        elif output.kind is OutputKind.USER and output.shape and lazy:
+            layouts.append(layout.reduced())
+        else:
+            layouts.append(layout.unsplit())
+    return layouts
+
+
+def _demand(
+    program: Program,
+    natural: dict[fx.Node, Version],
+    solutions: dict[fx.Node, Solution],
+    outputs: list[Layout | None],
+) -> dict[fx.Node, dict[Version, Compute | Convert]]:
+    assert program.joint is not None
+    graph = program.joint.graph
+    wanted: dict[fx.Node, dict[Version, None]] = {node: {} for node in graph.nodes}
+    versions: dict[fx.Node, dict[Version, Compute | Convert]] = {}
+    for node, layout in zip(output_values(graph), outputs, strict=True):
+        if layout is not None:
+            wanted[node][(canonical(layout),)] = None
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            continue
+        made = _make_versions(node, wanted[node], natural[node], solutions.get(node))
+        versions[node] = made
+        for how in made.values():
+            if isinstance(how, Compute):
+                _want_operands(node, how.operands, wanted, natural)
+    return versions
+
+
+def _make_versions(
+    node: fx.Node, wanted: dict[Version, None], natural: Version, solution: Solution | None
+) -> dict[Version, Compute | Convert]:
+    """How to make each wanted version, those that are converted after the one that they are converted from."""
+    own = tuple(canonical(layout) for layout in natural)
+    source = own
+    if node.op in ("placeholder", "get_attr"):
+        source = (canonical(natural[0].unsplit()),)  # it arrives whole
+    computed: dict[Version, Compute | Convert] = {}
+    converted: dict[Version, Compute | Convert] = {}
+    for version in wanted:
+        if version == source:
+            computed[version] = Compute(solution.operands if solution else ())
+        elif (pulled := _pulled(node, version, own)) is not None:
+            computed[version] = pulled
+        else:
+            converted[version] = Convert(source)
+    if converted and source not in computed:
+        computed[source] = Compute(solution.operands if solution else ())
+    return {**computed, **converted}
+
+
+def _pulled(node: fx.Node, version: Version, own: Version) -> Compute | None:
+    if node.op != "call_function" or len(version) != 1 or not own[0].is_whole or node.target is operator.getitem:
+        return None
+    dims = dims_of(node)
+    if dims is None or not version[0].is_split or version[0].partial:
+        return None
+    if node.target == torch.ops.prims.iota.default and len(version[0].dims[0]) > 1:
+        return None  # merged axes: this rank's positions are no arithmetic sequence
+    solution = pull(dims, label_sizes(dims, node), version[0])
+    return Compute(solution.operands) if solution else None
+
+
+def _want_operands(
+    node: fx.Node,
+    layouts: tuple[Layout, ...],
+    wanted: dict[fx.Node, dict[Version, None]],
+    natural: dict[fx.Node, Version],
+) -> None:
+    if node.target is operator.getitem and isinstance(node.args[0].meta["val"], (tuple, list)):
+        # one result of several: all come as they come
+        wanted[node.args[0]][tuple(canonical(layout) for layout in natural[node.args[0]])] = None
+        return
+    for operand, layout in zip(operands_of(node), layouts, strict=True):
+        wanted[operand][(canonical(layout),)] = None
+
+
+def output_table(program: Program, layouts: list[Layout | None]) -> list[Output]:
+    """The outputs with the layouts in which they are returned."""
+    table = []
+    for output, layout in zip(program.outputs, layouts, strict=True):
+        lazily = output.kind is OutputKind.USER and layout is not None and layout.is_split
+        table.append(replace(output, layout=layout if lazily else None))
+    return table

@@ -1,0 +1,158 @@
+"""Makes attention canonical on Dynamo's graph, before AOT decomposes it.
+
+Every call of `scaled_dot_product_attention` becomes `evocompile::dense_attention` on q (B, H, S, D), k (B, Hk, T, D),
+v (B, Hk, T, E). Key/value heads that the model repeats to H (transformers' `repeat_kv`, `repeat_interleave`) are taken
+before the repetition, so that they are exchanged once. What the operator cannot say exactly is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx
+
+from .. import kernels as kernels  # registers the operators
+from ..errors import CaptureError
+from ..program import source_line
+
+_SDPA = torch.nn.functional.scaled_dot_product_attention
+_DENSE = torch.ops.evocompile.dense_attention.default
+_PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+def make_attention_canonical(gm: fx.GraphModule) -> None:
+    """Rewrites the graph in place. Raises CaptureError, with the model's line, for an attention that is not built."""
+    for node in gm.graph.find_nodes(op="call_function", target=_SDPA):
+        _replace_sdpa(node)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def _replace_sdpa(node: fx.Node) -> None:
+    given: dict[str, Any] = {**dict(zip(_PARAMETERS, node.args, strict=False)), **node.kwargs}
+    q, k, v, mask = (given.get(name) for name in _PARAMETERS[:4])
+    assert q is not None and k is not None and v is not None
+    _check(node, q, k, v, mask, given)
+    scale = given.get("scale")
+    scale = 1 / math.sqrt(_shape(q)[-1]) if scale is None else float(scale)
+    without_heads = len(_shape(q)) == 3
+    unused = k, v
+    if without_heads:
+        q, k, v = (_before(node, torch.unsqueeze, each, 1) for each in (q, k, v))
+        mask = _before(node, torch.unsqueeze, mask, 1) if mask is not None and len(_shape(mask)) == 3 else mask
+    else:
+        k, v = _unrepeated(k, v)
+    both = _before(node, _DENSE, q, k, v, mask, bool(given.get("is_causal", False)), scale)
+    out = _before(node, operator.getitem, both, 0)
+    if without_heads:
+        out = _before(node, torch.squeeze, out, 1)
+    node.replace_all_uses_with(out)
+    node.graph.erase_node(node)
+    for each, source in zip(unused, (k, v), strict=True):
+        _erase_down_to(each, source)
+
+
+def _check(
+    node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None, given: dict[str, Any]
+) -> None:
+    """Refuses what `dense_attention` does not do. torch itself has checked what it checks, at capture."""
+    dropout = given.get("dropout_p", 0.0)
+    if isinstance(dropout, fx.Node) or dropout > 0:
+        _refuse(node, f"attention dropout ({dropout}) is not built yet; set it to 0 in the model, or use eval()")
+    shapes = [_shape(each) for each in (q, k, v)]
+    if {len(shape) for shape in shapes} not in ({3}, {4}):
+        _refuse(node, f"attention on shapes {shapes} is not built; make them (batch, heads, sequence, head size)")
+    if len({shape[0] for shape in shapes}) > 1:
+        _refuse(node, f"batch sizes differ between query, key and value ({shapes}); expand them to one size")
+    if len(shapes[0]) == 4 and (shapes[1][1] != shapes[2][1] or shapes[0][1] % shapes[1][1]):
+        _refuse(node, f"numbers of heads {shapes} do not fit; repeat key and value heads to a divisor of the query's")
+    if isinstance(given.get("scale"), fx.Node):
+        _refuse(node, "the scale is computed in the model; multiply the queries with it and pass scale=1.0")
+    if mask is not None and _fake(mask).requires_grad:
+        _refuse(node, "the mask requires a gradient (a learned bias), which is not built; detach it or drop it")
+
+
+def _refuse(node: fx.Node, reason: str) -> NoReturn:
+    raise CaptureError(f"{source_line(node)}\n  {reason}")
+
+
+def _fake(node: fx.Node) -> Tensor:
+    return node.meta["example_value"]
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(_fake(node).shape)
+
+
+def _before(node: fx.Node, target: Any, *args: Any) -> fx.Node:
+    """Inserts a call before the node, as coming from the node's source line."""
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(target, args)
+    made.meta = {**node.meta, "example_value": target(*fx.map_arg(args, _fake))}
+    return made
+
+
+# ---- repeated key/value heads
+
+
+def _unrepeated(k: fx.Node, v: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Key and value before their heads are repeated, if both are repeated alike; else as they are."""
+    few_k, few_v = _before_repetition(k), _before_repetition(v)
+    if few_k is None or few_v is None or _shape(few_k)[1] != _shape(few_v)[1]:
+        return k, v
+    return few_k, few_v
+
+
+def _before_repetition(node: fx.Node) -> fx.Node | None:
+    """(B, Hk, T, D) of a (B, n·Hk, T, D) whose head h is head h // n; `None` where that is not seen."""
+    while _is(node, "contiguous", "clone"):
+        node = node.all_input_nodes[0]
+    if _is(node, "repeat_interleave"):
+        repeats, dim = (*node.args[1:], node.kwargs.get("repeats"), node.kwargs.get("dim"))[:2]
+        dim = node.kwargs.get("dim", dim)
+        source = node.all_input_nodes[0]
+        return source if isinstance(repeats, int) and dim in (1, -3) and len(_shape(source)) == 4 else None
+    if not _is(node, "reshape", "view"):
+        return None
+    expanded = node.all_input_nodes[0]
+    if not _is(expanded, "expand"):
+        return None
+    inserted = expanded.all_input_nodes[0]
+    if not _inserts_dim_2(inserted):
+        return None
+    source = inserted.all_input_nodes[0]
+    batch, heads, *rest = _shape(source)
+    repeats = _shape(expanded)[2] if len(_shape(expanded)) == 5 else 0
+    alike = _shape(expanded) == (batch, heads, repeats, *rest) and _shape(node) == (batch, heads * repeats, *rest)
+    return source if alike else None
+
+
+def _is(node: fx.Node, *names: str) -> bool:
+    """Whether a node calls a tensor method or torch function of one of these names."""
+    if node.op == "call_method":
+        return node.target in names
+    return node.op == "call_function" and any(node.target is getattr(torch, name, None) for name in names)
+
+
+def _inserts_dim_2(node: fx.Node) -> bool:
+    """x[:, :, None, :, :] or x.unsqueeze(2), of a 4-D x."""
+    if not node.all_input_nodes or len(_shape(node)) != 5:
+        return False
+    if _is(node, "unsqueeze"):
+        return (*node.args[1:], *node.kwargs.values()) in ((2,), (-3,))
+    if node.op != "call_function" or node.target is not operator.getitem or not isinstance(node.args[1], tuple):
+        return False
+    whole = slice(None)
+    first, others = node.args[1][:3], node.args[1][3:]
+    return first == (whole, whole, None) and all(each is Ellipsis or each == whole for each in others)
+
+
+def _erase_down_to(node: fx.Node, source: fx.Node) -> None:
+    """Erases a repetition that nothing uses any more."""
+    while node is not source and not node.users and node.op.startswith("call_"):
+        parent = node.all_input_nodes[0]
+        node.graph.erase_node(node)
+        node = parent

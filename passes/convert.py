@@ -1,0 +1,166 @@
+"""Conversions between two layouts of one value, as graph nodes: reduce, gather, index, and spread as a partial sum."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import fx
+
+from evocompile.layout import Axis, Dim, Factor, Interval, Layout
+from evocompile.mesh import group_ranks
+
+from .build import Builder
+
+aten = torch.ops.aten
+
+
+def convert(builder: Builder, value: fx.Node, have: Layout, want: Layout) -> fx.Node:
+    """`value`, laid out as `have`, laid out as `want`.
+
+    In this order: sum what is pending, gather the factors that must be whole, keep only this rank's positions of
+    those that must be split. To a pending sum, a split value is spread into zeros, which costs no communication.
+    """
+    if want.partial - have.partial:
+        return _spread(builder, value, have, want)
+    if have.partial:
+        group = builder.group("reduce", have.partial)
+        start = builder.all_reduce(value, group, "a sum over split positions is needed whole")
+        have = have.reduced()
+        value = builder.wait(start, layout=have)
+    have_dims, want_dims = _align(have, want)
+    value = _reshape(builder, value, have_dims)
+    factors = [factor for dim in have_dims for factor in dim]
+    targets = [factor for dim in want_dims for factor in dim]
+    for dim, (factor, target) in enumerate(zip(factors, targets, strict=True)):
+        if factor.split and not target.split:
+            value = _gather(builder, value, dim, factor)
+    for dim, (factor, target) in enumerate(zip(factors, targets, strict=True)):
+        if target.split and not factor.split:
+            assert target.axis is not None
+            value = _index(builder, value, dim, builder.sharding.intervals(target.axis))
+    if any(len(dim) != 1 for dim in want_dims) or len(targets) != len(want.dims):
+        value = builder.call(aten.reshape.default, (value, list(builder.sharding.local_shape(want))))
+    builder.layouts[value] = want
+    return value
+
+
+def _align(have: Layout, want: Layout) -> tuple[list[Dim], list[Dim]]:
+    """Both layouts with their dims divided into the same factors, so that each is split in one, both or none."""
+    have_dims, want_dims = [], []
+    for a, b in zip(have.dims, want.dims, strict=True):
+        sizes = _common_sizes(a, b)
+        have_dims.append(_divide(a, sizes))
+        want_dims.append(_divide(b, sizes))
+    return have_dims, want_dims
+
+
+def _common_sizes(a: Dim, b: Dim) -> list[int]:
+    """Factor sizes of the common refinement; a split factor is never divided."""
+    cuts = sorted({*_ends(a), *_ends(b)} | {1})
+    return [hi // lo for lo, hi in zip(cuts, cuts[1:], strict=False)]
+
+
+def _ends(dim: Dim) -> list[int]:
+    ends, product = [], 1
+    for factor in dim:
+        product *= factor.size
+        ends.append(product)
+    return ends
+
+
+def _divide(dim: Dim, sizes: list[int]) -> Dim:
+    if math.prod(sizes) == 1:
+        return (dim[0] if len(dim) == 1 else Factor(1),)
+    divided: list[Factor] = []
+    rest = iter(sizes)
+    for factor in dim:
+        if factor.size == 1 and not factor.split:
+            continue
+        product = 1
+        while product < factor.size:
+            size = next(rest)
+            product *= size
+            divided.append(factor if size == factor.size else Factor(size))
+        assert product == factor.size, "a split factor cannot be divided"
+    return tuple(divided)
+
+
+def _reshape(builder: Builder, value: fx.Node, dims: list[Dim]) -> fx.Node:
+    """One dim for each factor."""
+    if all(len(dim) == 1 for dim in dims):
+        return value
+    shape = [builder.sharding.factor_size(factor) for dim in dims for factor in dim]
+    return builder.call(aten.reshape.default, (value, shape))
+
+
+def _index(builder: Builder, value: fx.Node, dim: int, intervals: tuple[Interval, ...]) -> fx.Node:
+    """The positions in `intervals` of one dim."""
+    parts = [builder.call(aten.slice.Tensor, (value, dim, lo, hi)) for lo, hi in intervals or ((0, 0),)]
+    return parts[0] if len(parts) == 1 else builder.call(aten.cat.default, (parts, dim))
+
+
+def _gather(builder: Builder, value: fx.Node, dim: int, factor: Factor) -> fx.Node:
+    """All positions of a split dim, in global order. Parts may be uneven: they are padded to the longest."""
+    assert factor.axis is not None
+    split = builder.sharding.splits[factor.axis.name]
+    group = builder.group("gather", frozenset({split.mesh_axis}))
+    held = [_intervals_of(builder, factor.axis, index) for index in range(split.degree)]
+    sizes = [sum(hi - lo for lo, hi in intervals) for intervals in held]
+    longest, own = max(sizes), builder.sharding.factor_size(factor)
+    rank = len(value.meta["val"].shape)
+    front = [dim, *(d for d in range(rank) if d != dim)]
+    back = [front.index(d) for d in range(rank)]
+    value = builder.call(aten.permute.default, (value, front)) if dim else value
+    if own < longest:
+        padding = [0, 0] * (rank - 1) + [0, longest - own]
+        value = builder.call(aten.constant_pad_nd.default, (value, padding, 0))
+    assert len(group_ranks(group)) == split.degree
+    value = builder.wait(builder.all_gather(value, group, f"axis {factor.axis} is needed whole"))
+    pieces = [
+        (lo, index * longest + offset, hi - lo)
+        for index, intervals in enumerate(held)
+        for (lo, hi), offset in zip(intervals, _offsets(intervals), strict=True)
+    ]
+    parts = [
+        builder.call(aten.slice.Tensor, (value, 0, start, start + length)) for _, start, length in sorted(pieces)
+    ]
+    value = parts[0] if len(parts) == 1 else builder.call(aten.cat.default, (parts, 0))
+    return builder.call(aten.permute.default, (value, back)) if dim else value
+
+
+def _intervals_of(builder: Builder, axis: Axis, index: int) -> tuple[Interval, ...]:
+    mesh_axis = builder.sharding.splits[axis.name].mesh_axis
+    return builder.sharding.at({**builder.sharding.coordinate, mesh_axis: index}).intervals(axis)
+
+
+def _offsets(intervals: tuple[Interval, ...]) -> list[int]:
+    offsets, offset = [], 0
+    for lo, hi in intervals:
+        offsets.append(offset)
+        offset += hi - lo
+    return offsets
+
+
+def _spread(builder: Builder, value: fx.Node, have: Layout, want: Layout) -> fx.Node:
+    """A split value as this rank's term of a sum: itself at its own positions, zero elsewhere."""
+    assert have.partial | builder.sharding.mesh_axes(have) == want.partial, "only split axes become pending"
+    factors = [factor for dim in have.dims for factor in dim]
+    value = _reshape(builder, value, list(have.dims))
+    for dim, factor in enumerate(factors):
+        if not factor.split:
+            continue
+        assert factor.axis is not None
+        intervals = builder.sharding.intervals(factor.axis)
+        shape = list(value.meta["val"].shape)
+        shape[dim] = factor.size
+        like = value.meta["val"]
+        whole = builder.call(aten.full.default, (shape, 0), {"dtype": like.dtype, "device": like.device})
+        for (lo, hi), offset in zip(intervals, _offsets(intervals), strict=True):
+            part = builder.call(aten.slice.Tensor, (value, dim, offset, offset + hi - lo))
+            whole = builder.call(aten.slice_scatter.default, (whole, part, dim, lo, hi))
+        value = whole
+    if any(len(dim) != 1 for dim in have.dims):
+        value = builder.call(aten.reshape.default, (value, list(want.shape)))
+    builder.layouts[value] = want
+    return value

@@ -1,0 +1,186 @@
+"""The solver: from a node's labels to the layouts of its operands and results, in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from evocompile.layout import Dim, Factor, Layout, Split
+
+from .base import Dims, TensorLabels
+
+
+@dataclass(frozen=True)
+class Solution:
+    """How to compute a node on its rank's part.
+
+    operands: the layout in which each operand is needed.
+    results:  the layout in which each result comes.
+    """
+
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+
+
+def canonical(layout: Layout) -> Layout:
+    """The layout without names of what is not split: two equal canonical layouts are the same data."""
+    dims = []
+    for dim in layout.dims:
+        merged: list[Factor] = []
+        for factor in dim:
+            if factor.split:
+                merged.append(factor)
+            elif factor.size != 1:
+                if merged and not merged[-1].split:
+                    merged[-1] = Factor(merged[-1].size * factor.size)
+                else:
+                    merged.append(Factor(factor.size))
+        dims.append(tuple(merged) or (Factor(1),))
+    return Layout(tuple(dims), layout.partial)
+
+
+def regroup(dim: Dim, sizes: list[int]) -> list[Dim] | None:
+    """Divides the factors of a dim into consecutive parts of the given sizes; None where a split factor would break."""
+    rest = list(dim)
+    parts: list[Dim] = []
+    for i, size in enumerate(sizes):
+        part: list[Factor] = []
+        while rest and (size > 1 or rest[0].size == 1 or i == len(sizes) - 1):
+            factor = rest[0]
+            if size % factor.size == 0:
+                part.append(rest.pop(0))
+                size //= factor.size
+            elif factor.size % size == 0 and not factor.split and size > 1:
+                part.append(Factor(size))
+                rest[0] = Factor(factor.size // size)
+                size = 1
+            else:
+                return None
+        if size != 1:
+            return None
+        parts.append(tuple(part) or (Factor(1),))
+    return None if rest else parts
+
+
+def forward(
+    dims: Dims, sizes: Mapping[str, int], layouts: list[Layout], splits: Mapping[str, Split]
+) -> tuple[Solution, list[str]]:
+    """From the operands' natural layouts to the node's. Also says what had to be gathered, in words."""
+    problems: list[str] = []
+    assigned = _assign(dims.operands, layouts, sizes, problems)
+    if dims.seeds:
+        for label in assigned.keys() - dims.whole:
+            assigned[label] = tuple(_seed(factor, splits) for factor in assigned[label])
+    for label in dims.whole:
+        if label in assigned and _is_split(assigned[label]):
+            problems.append("the operator needs a split dim whole")
+            assigned[label] = _unsplit(assigned[label])
+    _one_label_per_mesh_axis(assigned, splits, problems)
+    used = {splits[f.axis.name].mesh_axis for dim in assigned.values() for f in dim if f.split and f.axis}
+    partial = _passing_partial(dims, layouts, used)
+    summed = {
+        splits[factor.axis.name].mesh_axis
+        for label in dims.summed
+        for factor in assigned.get(label, ())
+        if factor.split and factor.axis
+    }
+    return Solution(
+        tuple(
+            _layout(tensor, assigned, sizes, layout.partial if i in partial else frozenset())
+            for i, (tensor, layout) in enumerate(zip(dims.operands, layouts, strict=True))
+        ),
+        tuple(
+            _layout(tensor, assigned, sizes, frozenset(summed).union(*(layouts[i].partial for i in partial)))
+            for tensor in dims.results
+        ),
+    ), problems
+
+
+def pull(dims: Dims, sizes: Mapping[str, int], wanted: Layout) -> Solution | None:
+    """From the wanted part of a node's only result to the parts of its operands; None if it cannot be pulled."""
+    problems: list[str] = []
+    assigned = _assign(dims.results, [wanted], sizes, problems)
+    if problems or any(_is_split(assigned[label]) for label in dims.whole & assigned.keys()):
+        return None
+    return Solution(tuple(_layout(tensor, assigned, sizes, frozenset()) for tensor in dims.operands), (wanted,))
+
+
+def _assign(
+    tensors: Iterable[TensorLabels], layouts: Iterable[Layout], sizes: Mapping[str, int], problems: list[str]
+) -> dict[str, Dim]:
+    """Which factors each label runs over. A split operand decides over one that is whole, a name over none."""
+    assigned: dict[str, Dim] = {}
+    for tensor, layout in zip(tensors, layouts, strict=True):
+        for labels, dim in zip(tensor, layout.dims, strict=True):
+            if not labels:
+                continue
+            parts = regroup(dim, [sizes[label] for label in labels])
+            if parts is None:
+                if _is_split(dim):
+                    problems.append("a view breaks up a split dim")
+                continue
+            for label, part in zip(labels, parts, strict=True):
+                known = assigned.get(label)
+                if known is None or _strength(part) > _strength(known):
+                    if known is not None and _is_split(known):
+                        problems.append("operands are split differently")
+                    assigned[label] = part
+                elif _is_split(part) and _split_factors(part) != _split_factors(known):
+                    problems.append("operands are split differently")
+    return assigned
+
+
+def _strength(dim: Dim) -> tuple[int, int]:
+    return sum(factor.split for factor in dim), sum(factor.axis is not None for factor in dim)
+
+
+def _split_factors(dim: Dim) -> list[Factor]:
+    return [factor for factor in dim if factor.split]
+
+
+def _is_split(dim: Dim) -> bool:
+    return any(factor.split for factor in dim)
+
+
+def _unsplit(dim: Dim) -> Dim:
+    return tuple(replace(factor, split=False) for factor in dim)
+
+
+def _seed(factor: Factor, splits: Mapping[str, Split]) -> Factor:
+    return replace(factor, split=True) if factor.axis and factor.axis.name in splits else factor
+
+
+def _one_label_per_mesh_axis(assigned: dict[str, Dim], splits: Mapping[str, Split], problems: list[str]) -> None:
+    """A mesh axis can split one label of a node; the first keeps it (queries before keys in q kᵀ)."""
+    owner: dict[str, str] = {}
+    for label, dim in assigned.items():
+        for factor in dim:
+            if not (factor.split and factor.axis):
+                continue
+            mesh_axis = splits[factor.axis.name].mesh_axis
+            if owner.setdefault(mesh_axis, label) != label:
+                problems.append(f"two dims are split over {mesh_axis}")
+                assigned[label] = tuple(replace(f, split=False) if f == factor else f for f in assigned[label])
+
+
+def _passing_partial(dims: Dims, layouts: list[Layout], used: set[str]) -> frozenset[int]:
+    """The operands whose pending sum may stay pending; those left out are reduced first."""
+    partial = frozenset(i for i, layout in enumerate(layouts) if layout.partial)
+    if partial not in dims.linear:
+        return frozenset()
+    pending = {layouts[i].partial for i in partial}
+    if len(pending) != 1 or pending.pop() & used:
+        return frozenset()
+    return partial
+
+
+def _layout(
+    tensor: TensorLabels, assigned: Mapping[str, Dim], sizes: Mapping[str, int], partial: frozenset[str]
+) -> Layout:
+    dims = []
+    for labels in tensor:
+        factors: list[Factor] = []
+        for label in labels:
+            factors.extend(assigned.get(label) or (Factor(sizes[label]),))
+        dims.append(tuple(factors) or (Factor(1),))
+    return Layout(tuple(dims), partial)

@@ -1,0 +1,609 @@
+"""Capture against eager: same numbers, honest guards, errors that name the model's line."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from evocompile.capture import Captured, capture
+from evocompile.errors import CaptureError, InputError
+from evocompile.program import InputKind, OutputKind, Program, output_values, source_line
+
+HERE = __file__
+
+
+class Mlp(nn.Module):
+    """A little of everything: a buffer that is updated, a flag, a scalar argument, a plain tensor attribute, a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.dropout = nn.Dropout(0.0)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.table = torch.linspace(0, 1, 8, dtype=torch.float64)
+        self.residual = True
+
+    def forward(self, ids, labels=None, scale=1.0):
+        self.calls.add_(1)
+        x = self.embed(ids)
+        y = self.dropout(self.down(torch.relu(self.up(x)))) * self.table * scale
+        x = x + y if self.residual else y
+        logits = self.head(x)
+        if labels is None:
+            return {"logits": logits}
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return {"loss": loss, "logits": logits, "hidden": [x, x[:, 1:]], "name": "mlp"}
+
+
+def mlp() -> Mlp:
+    torch.manual_seed(0)
+    return Mlp().double()
+
+
+def ids_of(seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, 11, (2, 6), generator=torch.Generator().manual_seed(seed))
+
+
+def run(captured: Captured, module: nn.Module, inputs: dict[str, torch.Tensor]) -> dict[OutputKind, dict]:
+    """The joint graph on real tensors, its results by kind and name. The tangents are ones."""
+    program = captured.program
+    state = {**dict(module.named_buffers()), **dict(module.named_parameters()), **inputs}
+    flat = [
+        torch.ones(each.shape, dtype=each.dtype) if each.kind is InputKind.TANGENT else find(state, module, each.name)
+        for each in program.inputs
+    ]
+    assert program.joint is not None
+    with torch.no_grad():
+        results = program.joint(*flat)
+    named: dict[OutputKind, dict] = {kind: {} for kind in OutputKind}
+    for output, result in zip(program.outputs, results, strict=True):
+        assert result is None or (tuple(result.shape), result.dtype) == (output.shape, output.dtype)
+        named[output.kind][output.name] = result
+    return named
+
+
+def find(state: dict[str, torch.Tensor], module: nn.Module, name: str) -> torch.Tensor:
+    return state[name] if name in state else getattr(module, name.removeprefix("model."))
+
+
+def compiled_by(program: Program, results: list):
+    """A `compiled` for `Captured.callable` that runs the joint graph and keeps all its results."""
+    users = len(program.outputs_of(OutputKind.USER))
+    tangents = [torch.ones(each.shape, dtype=each.dtype) for each in program.inputs_of(InputKind.TANGENT)]
+
+    def compiled(*flat):
+        with torch.no_grad():
+            results[:] = program.joint(*flat, *tangents)
+        return results[:users]
+
+    return compiled
+
+
+def line_of(marker: str) -> int:
+    """Line of this file that contains a marker comment."""
+    lines = inspect.getsource(inspect.getmodule(line_of)).splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {marker}"))
+
+
+def assert_same_state(before: dict[str, torch.Tensor], module: nn.Module) -> None:
+    after = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    assert before.keys() == after.keys()
+    assert all(before[name] is after[name] for name in before)
+
+
+# --- Numbers -----------------------------------------------------------------------------------------------------
+
+
+def test_training_equals_eager_with_tied_weights_and_buffer_update():
+    module, ids, labels = mlp(), ids_of(1), ids_of(2)
+    captured = capture(module.forward, module, (ids,), {"labels": labels, "scale": 0.5})
+    got = run(captured, module, {"args[0]": ids, "labels": labels})
+    assert int(module.calls) == 0, "neither capture nor the functional graph writes to the module"
+
+    expected = module(ids, labels=labels, scale=0.5)
+    expected["loss"].backward()
+    program = captured.program
+    (loss_output,) = [output for output in program.outputs if output.differentiable]
+    torch.testing.assert_close(got[OutputKind.USER][loss_output.name], expected["loss"].detach())
+    gradients = {name: p.grad for name, p in module.named_parameters()}
+    assert list(got[OutputKind.GRADIENT]) == [each.name for each in program.inputs if each.requires_grad]
+    assert sorted(got[OutputKind.GRADIENT]) == sorted(gradients) == sorted(captured.parameter_names)
+    for name, gradient in got[OutputKind.GRADIENT].items():
+        torch.testing.assert_close(gradient, gradients[name])
+    assert {name: int(value) for name, value in got[OutputKind.BUFFER].items()} == {"calls": 1}
+    kinds = [output.kind for output in program.outputs]
+    assert kinds == sorted(kinds, key=[OutputKind.USER, OutputKind.BUFFER, OutputKind.GRADIENT].index)
+
+
+def test_inputs_are_named_and_the_plain_tensor_attribute_is_like_a_buffer():
+    module = mlp()
+    captured = capture(module.forward, module, (ids_of(),), {"labels": ids_of()})
+    names = {each.name: each.kind for each in captured.program.inputs}
+    assert names["args[0]"] is names["labels"] is InputKind.USER
+    assert names["calls"] is names["model.table"] is InputKind.BUFFER
+    assert names["embed.weight"] is InputKind.PARAMETER and "head.weight" not in names
+
+
+def test_callable_gives_the_models_own_containers_and_the_tensors_installed_now():
+    module, ids, labels = mlp(), ids_of(1), ids_of(2)
+    captured = capture(module.forward, module, (ids,), {"labels": labels})
+    results: list = []
+    call = captured.callable(compiled_by(captured.program, results))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(1.5)
+    other = ids_of(3).t().contiguous().t()  # same shape, other strides
+    output = call((other,), {"labels": labels})
+    expected = module(other, labels=labels)
+    assert list(output) == ["loss", "logits", "hidden", "name"] and output["name"] == "mlp"
+    torch.testing.assert_close(output["loss"], expected["loss"].detach())
+    torch.testing.assert_close(output["logits"], expected["logits"].detach())
+    torch.testing.assert_close(output["hidden"][1], expected["hidden"][1].detach())
+
+
+def test_without_a_scalar_all_outputs_are_differentiable():
+    module, ids = mlp(), ids_of()
+    captured = capture(module.forward, module, (ids,), {})
+    got = run(captured, module, {"args[0]": ids})
+    module(ids)["logits"].sum().backward()
+    (tangent,) = captured.program.inputs_of(InputKind.TANGENT)
+    assert tangent.shape == (2, 6, 11)
+    torch.testing.assert_close(got[OutputKind.GRADIENT]["up.weight"], module.up.weight.grad)
+
+
+def test_outputs_beside_a_differentiable_scalar_bring_no_tangent_and_no_copy():
+    module = mlp()
+    captured = capture(module.forward, module, (ids_of(),), {"labels": ids_of()})
+    assert [each.shape for each in captured.program.inputs_of(InputKind.TANGENT)] == [()]
+    targets = [node.target for node in captured.program.joint.graph.nodes]
+    assert not {torch.ops.aten.detach.default, torch.ops.aten.alias.default} & set(targets)
+    values = output_values(captured.program.joint.graph)
+    assert all(value is None or value.target is not torch.ops.aten.clone.default for value in values)
+
+
+@pytest.mark.parametrize("how", ["no_grad", "frozen"])
+def test_forward_only(how):
+    module, ids = mlp(), ids_of()
+    if how == "frozen":
+        module.requires_grad_(False)
+    with torch.set_grad_enabled(how == "frozen"):
+        captured = capture(module.forward, module, (ids,), {"labels": ids})
+        expected = module(ids, labels=ids)
+        assert captured.matches((ids,), {"labels": ids})
+    program = captured.program
+    assert not program.inputs_of(InputKind.TANGENT) and not program.outputs_of(OutputKind.GRADIENT)
+    got = run(captured, module, {"args[0]": ids, "labels": ids})
+    torch.testing.assert_close(got[OutputKind.USER]["0"], expected["loss"])
+    assert int(got[OutputKind.BUFFER]["calls"]) == 2
+
+
+def test_frozen_and_unused_parameters():
+    class Partly(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.frozen, self.unused, self.cut = (nn.Parameter(torch.ones(3)) for _ in range(4))
+            self.frozen.requires_grad_(False)
+
+        def forward(self, x):
+            return (self.used * self.frozen * x * self.cut.detach()).sum(), self.cut * 2
+
+    module = Partly()
+    captured = capture(module.forward, module, (torch.ones(3),), {})
+    assert captured.parameter_names == ("used", "frozen", "cut")
+    outputs = captured.program.outputs_of(OutputKind.GRADIENT)
+    assert [output.name for output in outputs] == ["used", "cut"]
+    got = run(captured, module, {"args[0]": torch.ones(3)})
+    assert got[OutputKind.GRADIENT]["cut"] is None and got[OutputKind.GRADIENT]["used"] is not None
+
+
+def test_the_same_tensor_passed_twice_stays_two_inputs():
+    module, ids, labels = mlp(), ids_of(1), ids_of(2)
+    captured = capture(module.forward, module, (ids,), {"labels": ids})
+    assert [each.name for each in captured.program.inputs_of(InputKind.USER)] == ["args[0]", "labels"]
+    assert captured.matches((ids,), {"labels": labels})
+    got = run(captured, module, {"args[0]": ids, "labels": labels})
+    torch.testing.assert_close(got[OutputKind.USER]["0"], module(ids, labels=labels)["loss"].detach())
+
+
+def test_small_constants_stay_in_the_graph():
+    class Constant(nn.Module):
+        def forward(self, x):
+            return x * torch.tensor([1.0, 2.0, 3.0])
+
+    module, x = Constant(), torch.ones(2, 3)
+    captured = capture(module.forward, module, (x,), {})
+    bound = captured.program.bind(captured.program.plan, 0)
+    torch.testing.assert_close(bound.joint(x)[0], module(x))
+
+
+def test_a_loss_function_that_reads_the_module():
+    module, ids = mlp(), ids_of()
+
+    def loss_fn(model, batch):
+        return model(batch["x"], labels=batch["y"])["loss"] * 2
+
+    captured = capture(loss_fn, module, (module, {"x": ids, "y": ids}), {})
+    users = [each.name for each in captured.program.inputs_of(InputKind.USER)]
+    assert users == ["args[1]['x']", "args[1]['y']"]
+    assert "up.weight" in captured.parameter_names
+    got = run(captured, module, {users[0]: ids, users[1]: ids, "args[0].table": module.table})
+    torch.testing.assert_close(got[OutputKind.USER]["0"], 2 * module(ids, labels=ids)["loss"].detach())
+
+
+def test_stack_traces_lead_to_the_model():
+    module = mlp()
+    captured = capture(module.forward, module, (ids_of(),), {"labels": ids_of()})
+    lines = [source_line(node) for node in captured.program.joint.graph.nodes if node.op == "call_function"]
+    named = [line for line in lines if line.startswith(HERE)]
+    assert len(named) > 0.8 * len(lines)
+    matmuls = [node for node in captured.program.joint.graph.nodes if node.target is torch.ops.aten.mm.default]
+    assert len(matmuls) >= 6 and all(source_line(node).startswith(HERE) for node in matmuls)
+
+
+# --- What capture needs and leaves behind --------------------------------------------------------------------------
+
+
+def test_parameters_on_meta_and_a_device_to_run_on():
+    module = mlp()
+    real = capture(module.forward, module, (ids_of(),), {"labels": ids_of()})
+    on_meta = mlp().to("meta")
+    on_meta.table = on_meta.table.to("cpu")
+    placed = capture(on_meta.forward, on_meta, (ids_of().to("meta"),), {"labels": ids_of()}, device=torch.device("cpu"))
+    assert [str(node) for node in placed.program.joint.graph.nodes] == [str(n) for n in real.program.joint.graph.nodes]
+    assert all(parameter.device.type == "meta" for parameter in on_meta.parameters())
+    assert all(node.meta["val"].device.type == "cpu" for node in placed.program.joint.graph.find_nodes(op="placeholder"))
+
+    on_meta.table = on_meta.table.to("meta")
+    ids = ids_of().to("meta")
+    whole = capture(on_meta.forward, on_meta, (ids,), {"labels": ids})
+    gradients = [
+        node
+        for output, node in zip(whole.program.outputs, output_values(whole.program.joint.graph), strict=True)
+        if output.kind is OutputKind.GRADIENT
+    ]
+    assert len(gradients) == 5 and None not in gradients
+
+
+def test_capture_restores_the_module_and_leaves_no_state_also_after_an_error():
+    module, ids = mlp(), ids_of()
+    before = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    config = torch._dynamo.config.get_config_copy()
+    capture(module.forward, module, (ids,), {})
+    with torch.no_grad():
+        capture(module.forward, module, (ids,), {"labels": ids})
+    with pytest.raises(CaptureError):
+        capture(module.forward, module, (ids,), {"labels": 3})
+    assert_same_state(before, module)
+    assert module.head.weight is module.embed.weight
+    assert torch._dynamo.config.get_config_copy() == config
+    assert torch._guards.detect_fake_mode() is None and torch._guards.TracingContext.try_get() is None
+    assert type(torch.ones(2)) is torch.Tensor and torch.is_grad_enabled()
+
+
+def test_other_shapes_are_captured_statically():
+    module = mlp()
+    for size in (4, 5, 6):
+        captured = capture(module.forward, module, (ids_of()[:, :size],), {})
+        assert captured.program.inputs[0].shape != () and all(
+            type(dim) is int for each in captured.program.inputs for dim in each.shape
+        )
+
+
+@pytest.fixture
+def fake_world():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield dist.init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def shard(module: nn.Module, mesh) -> None:
+    """Parameters become DTensor shards of dimension 0 over two ranks; tied ones stay tied."""
+    done: dict[nn.Parameter, nn.Parameter] = {}
+    for submodule in module.modules():
+        for name, parameter in list(submodule.named_parameters(recurse=False)):
+            if parameter not in done:
+                local = parameter.detach().chunk(2)[0].clone()
+                args = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
+                done[parameter] = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], **args))
+            setattr(submodule, name, done[parameter])
+
+
+def test_sharded_parameters_at_capture_and_at_the_call(fake_world):
+    module, ids = mlp(), ids_of()
+    whole = capture(module.forward, module, (ids,), {"labels": ids})
+    shard(module, fake_world)
+    assert whole.matches((ids,), {"labels": ids}), whole.mismatch((ids,), {"labels": ids})
+    sharded = capture(module.forward, module, (ids,), {"labels": ids})
+    assert sharded.program.inputs == whole.program.inputs
+    seen: list = []
+    whole.callable(lambda *flat: seen.extend(flat) or [torch.zeros(())] * 4)((ids,), {"labels": ids})
+    parameters = [each for each, t in zip(whole.program.inputs, seen, strict=False) if isinstance(t, DTensor)]
+    assert [each.name for each in parameters] == list(whole.parameter_names)
+
+
+# --- Guards -------------------------------------------------------------------------------------------------------
+
+
+def change_attribute(module):
+    module.residual = False
+
+
+def change_training(module):
+    module.eval()
+
+
+def freeze(module):
+    module.up.weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [(change_attribute, "model.residual"), (change_training, "model.dropout.training"), (freeze, "'up.weight'")],
+)
+def test_guards_see_changes_of_the_module(change, says):
+    module, ids = mlp(), ids_of()
+    captured = capture(module.forward, module, (ids,), {})
+    assert captured.matches((ids,), {}) and captured.mismatch((ids,), {}) == ""
+    change(module)
+    assert not captured.matches((ids,), {})
+    assert says in captured.mismatch((ids,), {})
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "says"),
+    [
+        ((ids_of(),), {"scale": 3.0}, "scale"),
+        ((ids_of(),), {"scale": 2.0, "labels": ids_of()}, "'labels' changed: no tensor"),
+        ((ids_of()[:, :4],), {"scale": 2.0}, "'args[0]' changed: torch.int64 (2, 6)"),
+        ((ids_of().int(),), {"scale": 2.0}, "torch.int32"),
+        ((), {"ids": ids_of(), "scale": 2.0}, "'args[0]'"),
+    ],
+)
+def test_guards_see_changes_of_the_call(args, kwargs, says):
+    module = mlp()
+    captured = capture(module.forward, module, (ids_of(),), {"scale": 2.0})
+    assert captured.matches((ids_of(5),), {"scale": 2.0})
+    assert not captured.matches(args, kwargs)
+    assert says in captured.mismatch(args, kwargs)
+
+
+def test_guards_see_grad_mode_and_autocast():
+    module, ids = mlp(), ids_of()
+    captured = capture(module.forward, module, (ids,), {})
+    with torch.no_grad():
+        assert not captured.matches((ids,), {})
+        assert captured.mismatch((ids,), {}) == "the global state of torch changed: grad_mode"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not captured.matches((ids,), {})
+        assert "autocast" in captured.mismatch((ids,), {})
+    assert captured.matches((ids,), {})
+
+
+def test_guards_allow_tensors_to_alias_that_did_not_and_new_values():
+    module = mlp()
+    captured = capture(module.forward, module, (ids_of(1),), {"labels": ids_of(2)})
+    ids = ids_of(3)
+    assert captured.matches((ids,), {"labels": ids})
+    with torch.no_grad():
+        module.up.weight.zero_()
+    assert captured.matches((ids,), {"labels": ids})
+
+
+# --- transformers ------------------------------------------------------------------------------------------------
+
+
+def llama(tied: bool, **options):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2, vocab_size=64, tie_word_embeddings=tied, **sizes, **options
+    )
+    return transformers.LlamaForCausalLM(config).double()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_llama_trains_as_eager(tied):
+    module = llama(tied)
+    ids = torch.randint(0, 64, (2, 16))
+    kwargs = {"input_ids": ids, "labels": ids}
+    captured = capture(module.forward, module, (), kwargs)
+    assert captured.matches((), kwargs), captured.mismatch((), kwargs)
+    assert ("lm_head.weight" in captured.parameter_names) is not tied
+
+    results: list = []
+    output = captured.callable(compiled_by(captured.program, results))((), kwargs)
+    expected = module(**kwargs)
+    expected.loss.backward()
+    assert type(output) is type(expected) and type(output.past_key_values) is type(expected.past_key_values)
+    torch.testing.assert_close(output.loss, expected.loss.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(output.logits, expected.logits.detach(), rtol=1e-6, atol=1e-6)
+    keys = [layer.keys for layer in output.past_key_values.layers]
+    for ours, theirs in zip(keys, expected.past_key_values.layers, strict=True):
+        torch.testing.assert_close(ours, theirs.keys.detach(), rtol=1e-6, atol=1e-6)
+    gradients = dict(module.named_parameters())
+    found = [(o, r) for o, r in zip(captured.program.outputs, results, strict=True) if o.kind is OutputKind.GRADIENT]
+    assert len(found) == len(gradients)
+    for each, gradient in found:  # the model itself computes norms and the loss in float32
+        torch.testing.assert_close(gradient, gradients[each.name].grad, rtol=1e-5, atol=1e-7)
+
+
+def test_llama_evaluates_as_eager_with_a_logger_in_forward():
+    module = llama(False).eval()
+    ids = torch.randint(0, 64, (2, 16))
+
+    def forward(**kwargs):
+        logging.getLogger("transformers").warning_once("once")
+        return module(**kwargs)
+
+    with torch.no_grad():
+        captured = capture(forward, module, (), {"input_ids": ids})
+        output = captured.callable(compiled_by(captured.program, []))((), {"input_ids": ids})
+        torch.testing.assert_close(output.logits, module(input_ids=ids).logits, rtol=1e-6, atol=1e-6)
+
+
+# --- Errors --------------------------------------------------------------------------------------------------------
+
+
+class Faulty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("average", torch.zeros(4))
+
+
+class Branch(Faulty):
+    def forward(self, x):
+        if x.sum() > 0:  # branch
+            return self.linear(x)
+        return x
+
+
+class Item(Faulty):
+    def forward(self, x):
+        return self.linear(x) * x.sum().item()  # item
+
+
+class Loop(Faulty):
+    def forward(self, x):
+        for _ in range(int(x[0, 0])):  # loop
+            x = self.linear(x)
+        return x
+
+
+class Select(Faulty):
+    def forward(self, x):
+        return self.linear(x[x > 0].sum() * x)  # select
+
+
+class Break(Faulty):
+    def forward(self, x):
+        torch._dynamo.graph_break()  # break
+        return self.linear(x)
+
+
+class Print(Faulty):
+    def forward(self, x):
+        print("hello")  # print
+        return self.linear(x)
+
+
+class Raise(Faulty):
+    def forward(self, x):
+        raise ValueError(f"no {x.shape[0]} rows")  # raise
+
+
+class Shape(Faulty):
+    def forward(self, x):
+        return self.linear(x.t())  # shape
+
+
+class WriteParameter(Faulty):
+    def forward(self, x):
+        with torch.no_grad():
+            self.linear.weight.view(-1).mul_(2)  # write-parameter
+        return self.linear(x)
+
+
+class WriteLeaf(Faulty):
+    def forward(self, x):
+        self.linear.weight.mul_(2)  # write-leaf
+        return self.linear(x)
+
+
+class WriteAverage(Faulty):
+    def forward(self, x):
+        y = self.linear(x)
+        self.average.add_(y.mean(0))  # write-average
+        return y.sum()
+
+
+@pytest.mark.parametrize(
+    ("module", "marker", "says"),
+    [
+        (Branch(), "branch", "torch.where"),
+        (Item(), "item", "depends on the values of a tensor"),
+        (Loop(), "loop", "values of a tensor"),
+        (Select(), "select", "shape of this tensor depends on the values"),
+        (Break(), "break", "graph break"),
+        (Print(), "print", "print"),
+        (Raise(), "raise", "ValueError('no 2 rows')"),
+        (Shape(), "shape", "must have same reduction dim"),
+        (WriteParameter(), "write-parameter", "parameter 'linear.weight' is written to in place"),
+        (WriteLeaf(), "write-leaf", "leaf Variable"),
+        (WriteAverage(), "write-average", "Detach the value"),
+    ],
+)
+def test_errors_name_the_line_the_reason_and_no_stack(module, marker, says):
+    before = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    with pytest.raises(CaptureError) as caught:
+        capture(module.forward, module, (torch.ones(2, 4),), {})
+    message = str(caught.value)
+    assert f"{HERE}:{line_of(marker)}" in message.splitlines()[0]
+    assert says in message
+    assert "Traceback" not in message and "Dynamo" not in message and len(message.splitlines()) == 3
+    assert_same_state(before, module)
+
+
+def test_an_input_that_is_written_to():
+    class WriteInput(Faulty):
+        def forward(self, x):
+            x[:, 0] += 1  # write-input
+            return self.linear(x)
+
+    module = WriteInput()
+    with pytest.raises(InputError, match=rf"(?s):{line_of('write-input')} .*input 'x' is written to in place"):
+        capture(module.forward, module, (), {"x": torch.ones(2, 4)})
+
+
+def test_an_input_that_requires_grad():
+    module = Faulty()
+    x = torch.ones(2, 4, requires_grad=True)
+    with pytest.raises(InputError, match=r"'args\[0\]' requires grad"):
+        capture(module.linear.forward, module.linear, (x,), {})
+    with torch.no_grad():
+        capture(module.linear.forward, module.linear, (x,), {})
+
+
+def test_a_tensor_that_requires_grad_and_is_no_parameter():
+    class Loose(Faulty):
+        def __init__(self):
+            super().__init__()
+            self.loose = [torch.ones(4, requires_grad=True)]
+
+        def forward(self, x):
+            return self.linear(x) * self.loose[0]
+
+    module = Loose()
+    with pytest.raises(CaptureError, match=r"model\.loose\[0\] requires grad"):
+        capture(module.forward, module, (torch.ones(2, 4),), {})
+
+
+def test_a_call_without_tensors():
+    module = Faulty()
+    with pytest.raises(CaptureError, match="no tensor operation"):
+        capture(lambda: 1, module, (), {})
+
+
+def test_an_error_inside_a_library_names_the_users_line_and_the_librarys():
+    module = llama(False)
+    ids = torch.randint(0, 64, (2, 16))
+
+    def step(model, ids):
+        return model(input_ids=ids, attention_mask=torch.ones(3, 7, 5)).logits  # library
+
+    with pytest.raises(CaptureError) as caught:
+        capture(step, module, (module, ids), {})
+    first = str(caught.value).splitlines()[0]
+    assert f"{HERE}:{line_of('library')}" in first and "transformers" in first
