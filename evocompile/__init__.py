@@ -1,1 +1,36 @@
 """evocompile: compile an unmodified PyTorch model for training on many devices at very long context."""
+
+from .errors import (
+    CaptureError,
+    DeadlockError,
+    EvocompileError,
+    InputError,
+    MaskError,
+    PlanError,
+    ShardingError,
+    StateError,
+    VerificationError,
+)
+from .plan import Plan, Shard
+
+# Last, as these functions take the place of the submodules of their names: `evocompile.compile` is the function,
+# `from evocompile.compile import …` still reaches the module.
+from .inspect import inspect  # isort: skip
+from .parallelize import compile, parallelize  # isort: skip
+
+__all__ = [
+    "CaptureError",
+    "DeadlockError",
+    "EvocompileError",
+    "InputError",
+    "MaskError",
+    "Plan",
+    "PlanError",
+    "Shard",
+    "ShardingError",
+    "StateError",
+    "VerificationError",
+    "compile",
+    "inspect",
+    "parallelize",
+]

@@ -190,7 +190,7 @@ class _Meeting:
         self.rank = dist.get_rank() if rank is None else rank
         self._ranks = list(ranks) if ranks is not None else list(range(world or dist.get_world_size()))
         if timeout is None:
-            timeout = min(DEFAULT_TIMEOUT, torch_private.default_group_timeout())
+            timeout = min(DEFAULT_TIMEOUT, torch_private.default_group_timeout()) if store is None else DEFAULT_TIMEOUT
         self._timeout = timeout.total_seconds()
         store = torch_private.default_store() if store is None else store
         # The store counts the rounds: it forgets them with the process group, and no state is left in the process.

@@ -11,16 +11,16 @@ The story, in order:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from .capture_errors import find_write, node_place, refuse_data_dependence, untraceable, written_to
+from .capture_errors import find_write, refuse_data_dependence, underivable, untraceable, written_to
 from .errors import CaptureError, InputError, VerificationError
+from .fakes import FakeCall, fake_call
 from .guards import Guards, readable_source
 from .mesh import Mesh
 from .plan import Plan
@@ -31,12 +31,9 @@ from .torch_private import (
     TraceError,
     export_joint,
     graph_inputs,
+    has_custom_backward,
     isolated,
-    leaves_with_names,
-    map_leaves,
-    new_fake_mode,
     run_bytecode,
-    tensor_slots,
     trace,
 )
 
@@ -68,15 +65,16 @@ class Captured:
     def callable(self, compiled: Callable[..., Sequence[Any]]) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
         """The model's call, with its tensor operations done by `compiled`.
 
-        compiled: takes the parameters and buffers that the module holds now and the call's tensors (made contiguous),
-                  in the order of `program.inputs` without tangents; returns the flat USER outputs.
+        compiled: takes the parameters and buffers that the module holds now and the call's tensors, in the order of
+                  `program.inputs` without tangents; returns the flat USER outputs. What it only reads is contiguous.
         Returns a function of (args, kwargs) that gives what the model gives: the same containers and side effects.
         """
-        kinds = [each.kind for each in self.program.inputs if each.kind is not InputKind.TANGENT]
+        written = {output.name for output in self.program.outputs_of(OutputKind.BUFFER)}
+        inputs = self.program.inputs_of(InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER)
+        as_is = [each.kind is InputKind.PARAMETER or each.name in written for each in inputs]
 
         def run_graph(*flat: Any) -> Sequence[Any]:
-            tensors = zip(kinds, flat, strict=True)
-            return compiled(*(each.contiguous() if kind is InputKind.USER else each for kind, each in tensors))
+            return compiled(*(t if same else t.contiguous() for same, t in zip(as_is, flat, strict=True)))
 
         bytecode = run_bytecode(self.dynamo, run_graph)
         return lambda args, kwargs: bytecode(self.forward, args, kwargs)
@@ -112,70 +110,15 @@ def capture(
     from .passes.attention_forms import make_attention_canonical
 
     make_attention_canonical(dynamo.graph_module)
-    expected = _parameters_to_differentiate(dynamo.graph_module.graph, inputs, differentiable_outputs(dynamo))
-    differentiable = _separate_outputs(dynamo)
+    differentiable = _differentiable_outputs(dynamo.graph_module.graph)
+    expected = _parameters_to_differentiate(dynamo.graph_module.graph, inputs, differentiable)
+    _separate_outputs(dynamo.graph_module, differentiable)
     joint = _export(dynamo, any(differentiable))
     _refuse_writes(dynamo, joint, inputs)
     program = _program(joint, inputs, differentiable)
     _check_gradients(program, expected)
     names = tuple(each.name for each in inputs if each.kind is InputKind.PARAMETER)
     return Captured(program, names, forward, guards, dynamo)
-
-
-# --- Fakes -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class FakeCall:
-    """A call with fakes in place of its tensors. replaced: every fake, with what it stands for and its name."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    replaced: dict[Tensor, tuple[InputKind, str]]
-
-
-@contextmanager
-def fake_call(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | None
-) -> Iterator[FakeCall]:
-    """Puts fakes of the global shape into the module and into copies of args and kwargs, and takes them out again.
-
-    A tied parameter is one fake; an input tensor that is passed twice is two, or Dynamo would merge the two inputs.
-    """
-    mode = new_fake_mode()
-    replaced: dict[Tensor, tuple[InputKind, str]] = {}
-
-    def fake(tensor: Tensor) -> Tensor:
-        with mode:
-            return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=device or tensor.device)
-
-    names = iter(leaves_with_names(args, kwargs))
-
-    def fake_input(leaf: Any) -> Any:
-        name, _ = next(names)
-        if not isinstance(leaf, Tensor):
-            return leaf
-        stand_in = fake(leaf)
-        replaced[stand_in] = (InputKind.USER, name)
-        return stand_in
-
-    fake_args, fake_kwargs = map_leaves(fake_input, args, kwargs)
-    slots = [(slot, slot.tensor) for slot in tensor_slots(module)]
-    stand_ins: dict[Tensor, Tensor] = {}
-    try:
-        for slot, tensor in slots:
-            assert tensor is not None
-            if tensor not in stand_ins:
-                stand_in = fake(tensor).requires_grad_(tensor.requires_grad)
-                if slot.is_parameter:
-                    stand_in = nn.Parameter(stand_in.detach(), requires_grad=tensor.requires_grad)
-                stand_ins[tensor] = stand_in
-                replaced[stand_in] = (InputKind.PARAMETER if slot.is_parameter else InputKind.BUFFER, slot.name)
-            slot.holder[slot.key] = stand_ins[tensor]
-        yield FakeCall(fake_args, fake_kwargs, replaced)
-    finally:
-        for slot, tensor in slots:
-            slot.holder[slot.key] = tensor
 
 
 # --- Dynamo ----------------------------------------------------------------------------------------------------
@@ -200,19 +143,19 @@ def _name_inputs(dynamo: DynamoGraph, forward: Callable[..., Any], fakes: FakeCa
     objects = graph_inputs(dynamo, (forward, fakes.args, fakes.kwargs))
     inputs = []
     for tensor, source in zip(objects, dynamo.sources, strict=True):
-        kind, name = fakes.replaced.get(tensor) or _name_foreign(tensor, source, fakes)
+        kind, name = fakes.replaced.get(tensor) or _name_foreign(source, fakes)
+        if kind is not InputKind.PARAMETER and tensor.requires_grad and torch.is_grad_enabled():
+            raise CaptureError(
+                f"{name} requires grad and is read by the call, but is no parameter of the module, so it would get no "
+                "gradient: register it as a parameter, or detach it"
+            )
         inputs.append(Input(kind, name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
     return inputs
 
 
-def _name_foreign(tensor: Tensor, source: str, fakes: FakeCall) -> tuple[InputKind, str]:
-    """A tensor in a container that pytree does not know, or a plain attribute, which is as good as a buffer."""
+def _name_foreign(source: str, fakes: FakeCall) -> tuple[InputKind, str]:
+    """A tensor in a container that pytree does not know: of the call, or else of the module, as good as a buffer."""
     name = readable_source(source)
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise CaptureError(
-            f"{name} requires grad and is read by the call, but is no parameter of the module, so it would get no "
-            "gradient: register it as a parameter, or detach it"
-        )
     root = re.match(r"L\['(args|kwargs)'\]\[(?:(\d+)|'(\w+)')\]", source)
     if root is None:
         return InputKind.BUFFER, name
@@ -223,31 +166,29 @@ def _name_foreign(tensor: Tensor, source: str, fakes: FakeCall) -> tuple[InputKi
 # --- Outputs -----------------------------------------------------------------------------------------------------
 
 
-def differentiable_outputs(dynamo: DynamoGraph) -> list[bool]:
+def _differentiable_outputs(graph: fx.Graph) -> list[bool]:
     """Which outputs get a gradient: the scalars that require grad, or all that require grad where no scalar does."""
-    values = [node.meta["example_value"] for node in output_values(dynamo.graph_module.graph)]
+    values = [node.meta["example_value"] for node in output_values(graph)]
     wants = [torch.is_grad_enabled() and value.requires_grad for value in values]
     scalar = [want and value.dim() == 0 for want, value in zip(wants, values, strict=True)]
     return scalar if any(scalar) else wants
 
 
-def _separate_outputs(dynamo: DynamoGraph) -> list[bool]:
+def _separate_outputs(graph_module: fx.GraphModule, differentiable: list[bool]) -> None:
     """Detaches the outputs that get no gradient, and makes none a view of another or of an input.
 
     Without the first, logits would bring a (B, S, V) tangent of zeros; without the second, AOTAutograd would add
     outputs of its own. The copies are taken out of the joint graph again.
     """
-    graph = dynamo.graph_module.graph
+    graph = graph_module.graph
     output = graph.output_node()
-    differentiable = differentiable_outputs(dynamo)
     separate = []
     with graph.inserting_before(output):
         for node, keeps_gradient in zip(output_values(graph), differentiable, strict=True):
             value = node if keeps_gradient else _like(graph.call_method("detach", (node,)), node)
             separate.append(_like(graph.call_function(torch.clone, (value,)), node))
     output.args = (tuple(separate),)
-    dynamo.graph_module.recompile()
-    return differentiable
+    graph_module.recompile()
 
 
 def _like(node: fx.Node, original: fx.Node) -> fx.Node:
@@ -259,8 +200,11 @@ def _like(node: fx.Node, original: fx.Node) -> fx.Node:
 
 
 def _export(dynamo: DynamoGraph, with_backward: bool) -> JointGraph:
-    with torch.set_grad_enabled(with_backward):
-        return export_joint(dynamo)
+    try:
+        with torch.set_grad_enabled(with_backward):
+            return export_joint(dynamo)
+    except RuntimeError as error:
+        raise underivable(error) from error
 
 
 def _refuse_writes(dynamo: DynamoGraph, joint: JointGraph, inputs: list[Input]) -> None:
@@ -269,8 +213,7 @@ def _refuse_writes(dynamo: DynamoGraph, joint: JointGraph, inputs: list[Input]) 
         kind, name = inputs[index].kind, inputs[index].name
         if kind is InputKind.BUFFER and None not in joint.tangents:
             continue
-        with dynamo.fake_mode:
-            node = find_write(dynamo.graph_module, dynamo.fake_inputs, index)
+        node = find_write(dynamo.graph_module, index)
         if kind is InputKind.USER:
             raise InputError(written_to(f"input {name!r}", node, "Write to a clone of it."))
         if kind is InputKind.PARAMETER:
@@ -297,7 +240,7 @@ def _program(joint: JointGraph, inputs: list[Input], differentiable: list[bool])
         _output(OutputKind.USER, str(index), val(node), wanted)
         for index, (node, wanted) in enumerate(zip(user, differentiable, strict=True))
     ]
-    results = [new[node] for node in user]
+    results: list[fx.Node | None] = [new[node] for node in user]
     for index, position in joint.mutations.items():
         outputs.append(_output(OutputKind.BUFFER, inputs[index].name, val(returned[position])))
         results.append(new[_without_copy(returned[position])])
@@ -345,7 +288,7 @@ def _parameters_to_differentiate(graph: fx.Graph, inputs: list[Input], different
     """The parameters from which a path of values that require grad leads to a differentiable output."""
     reached = {node for node, wanted in zip(output_values(graph), differentiable, strict=True) if wanted}
     for node in reversed(graph.nodes):
-        if node in reached:
+        if node in reached and not has_custom_backward(node):
             reached.update(each for each in node.all_input_nodes if _requires_grad(each))
     nodes = zip(graph.find_nodes(op="placeholder"), inputs, strict=True)
     return {each.name for node, each in nodes if node in reached and each.kind is InputKind.PARAMETER}

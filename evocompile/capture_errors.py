@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from .errors import CaptureError
-from .torch_private import Explanation, TraceError, explain
+from .torch_private import Explanation, TraceError, explain, new_fake_mode
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)\n\s*(.*)')
 
@@ -38,6 +38,13 @@ def untraceable(error: TraceError) -> CaptureError:
     return CaptureError(_message(place(explanation.frames), _plain(explanation), way_out))
 
 
+def underivable(error: RuntimeError) -> CaptureError:
+    """The error for a graph of which AOTAutograd could not derive the backward."""
+    text = str(error)
+    reason = next((line.strip().rstrip(".") for line in text.splitlines() if line.strip()), type(error).__name__)
+    return CaptureError(_message(place(_frames(text)), reason, _WAY_OUT))
+
+
 def _plain(explanation: Explanation) -> str:
     """The reason in words that do not need Dynamo's vocabulary."""
     if explanation.kind == "Data-dependent branching":
@@ -54,7 +61,9 @@ def refuse_data_dependence(graph: fx.Graph) -> None:
         values = value if isinstance(value, (tuple, list)) else (value,)
         if any(map(_is_data_dependent, values)):
             of = "the shape of this tensor depends" if isinstance(values[0], Tensor) else "this Python number depends"
-            raise CaptureError(_message(node_place(node), f"{of} on the values of a tensor", _WAYS_OUT["data-dependent"]))
+            raise CaptureError(
+                _message(node_place(node), f"{of} on the values of a tensor", _WAYS_OUT["data-dependent"])
+            )
 
 
 def _is_data_dependent(value: Any) -> bool:
@@ -84,23 +93,32 @@ class _WriteFinder(fx.Interpreter):
         return result
 
 
-def find_write(graph_module: fx.GraphModule, fake_inputs: Sequence[Tensor], index: int) -> fx.Node | None:
-    """The first node that writes to input `index`, directly or through a view."""
-    finder = _WriteFinder(graph_module, fake_inputs[index])
-    finder.run(*fake_inputs)
+def find_write(graph_module: fx.GraphModule, index: int) -> fx.Node | None:
+    """The first node of Dynamo's graph that writes to input `index`, directly or through a view."""
+    values = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
+    with new_fake_mode(), torch.no_grad():
+        inputs = [torch.empty(tuple(value.shape), dtype=value.dtype, device=value.device) for value in values]
+        finder = _WriteFinder(graph_module, inputs[index])
+        finder.run(*inputs)
     return finder.found
 
 
 def node_place(node: fx.Node) -> str:
     """ "file.py:12 in forward: code" of the line of the model that made a node."""
-    stack = _FRAME.findall(node.meta.get("stack_trace") or "")
-    frames = [traceback.FrameSummary(file, int(line), name, line=code.strip()) for file, line, name, code in stack]
-    return place(frames) or f"graph node {node.name}"
+    return place(_frames(node.meta.get("stack_trace") or "")) or f"graph node {node.name}"
+
+
+def _frames(stack: str) -> list[traceback.FrameSummary]:
+    """The frames of a stack trace that was kept as text."""
+    found = _FRAME.findall(stack)
+    return [traceback.FrameSummary(file, int(line), name, line=code.strip()) for file, line, name, code in found]
 
 
 def place(frames: Sequence[traceback.FrameSummary]) -> str:
     """The innermost line of the user's own code; what it called of a model library is added in parentheses."""
-    visible = [frame for frame in frames if not _inside(frame.filename, _package_of("torch"), os.path.dirname(__file__))]
+    visible = [
+        frame for frame in frames if not _inside(frame.filename, _package_of("torch"), os.path.dirname(__file__))
+    ]
     if not visible:
         return ""
     own = [frame for frame in visible if not _is_library(frame.filename)]

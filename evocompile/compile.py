@@ -167,7 +167,7 @@ def _function_text(
         lines.append(f"{_names(inputs)}, = {packed}")
         lines.append(f"{packed}.clear()")
         if resolve:
-            lines += [line for node in inputs for line in _stride_check(node, scope)]
+            lines += [_restride_text(node, scope) for node in inputs if _is_computed_with(node)]
     lines += _deletion(over(-1, inputs))
     for index, step in enumerate(steps):
         if isinstance(step, Segment):
@@ -180,8 +180,8 @@ def _function_text(
         else:
             dying = over(index, [*step.all_input_nodes, step])
             lines.append("; ".join([_call_text(step, scope, resolve), *_deletion(dying)]) + _comment(step))
-            if resolve and step.name not in dying:
-                lines += _stride_check(step, scope)
+            if resolve and step.name not in dying and _is_computed_with(step):
+                lines.append(_restride_text(step, scope))
     lines.append(f"return {_text(list(outputs), scope)}")
     return "\n    ".join(lines)
 
@@ -210,7 +210,8 @@ def _call_text(node: fx.Node, scope: _Scope, resolve: Resolve | None) -> str:
         return f"{node.name} = {args[0]}[{args[1]}]"
     function = resolve(node) if resolve and collectives.is_boundary(node) else _own_target(node)
     args += [f"{key}={_text(arg, scope)}" for key, arg in node.kwargs.items()]
-    hint = f"{node.target.__module__.rpartition('.')[2]}_{node.target.__name__}"  # "aten_mm.default"
+    target: Any = node.target
+    hint = f"{target.__module__.rpartition('.')[2]}_{target.__name__}"  # "aten_mm.default"
     return f"{node.name} = {scope.bind(function, hint)}({', '.join(args)})"
 
 
@@ -242,13 +243,10 @@ def _text(value: Any, scope: _Scope) -> str:
 # --- strides ---------------------------------------------------------------------------------------------------------
 
 
-def _stride_check(node: fx.Node, scope: _Scope) -> list[str]:
-    """A line that gives a value the planned strides, if compute reads it; communication takes any."""
-    planned = node.meta.get("val")
-    computed = any(user.op == "call_function" and not collectives.is_boundary(user) for user in node.users)
-    if not isinstance(planned, Tensor) or not computed:
-        return []
-    return [f"if {node.name}.stride() != {planned.stride()}: {_restride_text(node, scope)}"]
+def _is_computed_with(node: fx.Node) -> bool:
+    """A tensor that compute reads, so that its strides matter; communication takes any."""
+    readers = (user for user in node.users if user.op == "call_function")
+    return isinstance(node.meta.get("val"), Tensor) and not all(map(collectives.is_boundary, readers))
 
 
 def _restride_text(node: fx.Node, scope: _Scope) -> str:
@@ -260,12 +258,12 @@ def restride(value: Tensor, strides: tuple[int, ...], name: str) -> Tensor:
 
     Raises InputError when only an expanded value could have them, which only an input of the graph can cause.
     """
-    if same_strides(value, strides):
+    if value.stride() == strides or same_strides(value, strides):
         return value
     if any(stride == 0 and size > 1 for size, stride in zip(value.shape, strides, strict=True)):
         raise InputError(
             f"{name} arrived with strides {value.stride()}, but the model was compiled for an expanded tensor with "
-            f"strides {strides}: pass it in the layout that it had at the first call, or pass `.contiguous()` always"
+            f"strides {strides}: pass it in the layout that it had at the first call, or always pass it `.contiguous()`"
         )
     copy = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
     return copy.copy_(value)

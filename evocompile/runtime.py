@@ -28,10 +28,11 @@ from .capture import Captured, capture
 from .collectives import Communicators, pending_works, program_events
 from .compile import CompiledGraph, compile_graph
 from .errors import InputError, StateError
+from .guards import input_specs
 from .lazy import Assembly, LazyOutput, without_gradient
 from .pipeline import run_passes
 from .plan import Plan
-from .program import InputKind, Output, OutputKind, Program, output_values
+from .program import InputKind, Output, OutputKind, Program, output_values, placeholders
 from .state import OptimizerWatch, as_gradient, local_shard
 from .torch_private import leaves_with_names, map_leaves, take_saved_tensors
 
@@ -90,9 +91,15 @@ class ParallelForward:
                 self._variants.insert(0, self._variants.pop(index))
                 return variant
         if self._variants and self._rank == 0:
-            log.warning("evocompile compiles again: %s", self._variants[0].captured.mismatch(args, kwargs))
+            log.warning("evocompile compiles again: %s", self._difference(args, kwargs))
         self._variants.insert(0, self._build(args, kwargs))
         return self._variants[0]
+
+    def _difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """What changed since the last variant with these shapes, or since the last one of all."""
+        specs = input_specs(args, kwargs)
+        nearest = min(self._variants, key=lambda variant: variant.captured.guards.inputs != specs)
+        return nearest.captured.mismatch(args, kwargs)
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         inputs = {name: leaf for name, leaf in leaves_with_names(args, kwargs) if isinstance(leaf, Tensor)}
@@ -196,6 +203,7 @@ class Variant:
         inputs = [each for each in program.inputs if each.kind is not InputKind.TANGENT]
         self._parameters = {index for index, each in enumerate(inputs) if each.kind is InputKind.PARAMETER}
         self._trained = [index for index in sorted(self._parameters) if inputs[index].requires_grad]
+        self._saved_parameters = _saved_parameters(program)
         self._call = captured.callable(self._run)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -234,6 +242,8 @@ class Variant:
             outputs, saved = _apart_from(buffers, outputs), _apart_from(buffers, saved)
             for buffer, update in zip(buffers, updates, strict=True):
                 buffer.copy_(update)
+        for position, index in self._saved_parameters.items():
+            saved[position] = flat[index]  # not the shard: what DTensor does in place is counted on the DTensor alone
         # An output that is an input itself must be a tensor of its own, or autograd would take it for the input.
         given = set(map(id, flat))
         return [each.detach() if id(each) in given else each for each in outputs], saved
@@ -241,7 +251,7 @@ class Variant:
     def run_backward(self, saved: list[Tensor], tangents: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Any]:
         """The gradients of `parameters`, the trained ones in order; `saved` is emptied."""
         assert self.backward is not None
-        inputs = [*saved, *(tangent.contiguous() for tangent in tangents)]
+        inputs = [*map(local_shard, saved), *(tangent.contiguous() for tangent in tangents)]
         saved.clear()
         gradients = _execute(self.backward, inputs, parameters[0].device.type)
         return [
@@ -272,6 +282,19 @@ def _updated_buffers(program: Program) -> list[int]:
     """For each buffer update the position of that buffer among the inputs."""
     positions = {each.name: index for index, each in enumerate(program.inputs) if each.kind is InputKind.BUFFER}
     return [positions[output.name] for output in program.outputs_of(OutputKind.BUFFER)]
+
+
+def _saved_parameters(program: Program) -> dict[int, int]:
+    """The saved values that are parameters: position among the saved values -> position among the inputs."""
+    assert program.forward is not None
+    inputs = {node: index for index, node in enumerate(placeholders(program.forward.graph))}
+    first = len(program.outputs_of(OutputKind.USER)) + len(program.outputs_of(OutputKind.BUFFER))
+    saved = output_values(program.forward.graph)[first:]
+    return {
+        position: inputs[node]
+        for position, node in enumerate(saved)
+        if node in inputs and program.inputs[inputs[node]].kind is InputKind.PARAMETER
+    }
 
 
 def _assemblies(program: Program) -> dict[int, Assembly]:

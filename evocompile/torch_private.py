@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,11 +37,14 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._inductor.decomposition import select_decomp_table
+from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
+
+CHECKED_ON = ("2.13.0",)  # versions of torch
 
 # --- Containers and modules ---------------------------------------------------------------------------------------
 
@@ -68,10 +72,10 @@ def map_leaves(
 
 @dataclass(frozen=True)
 class Slot:
-    """The place in a module that holds a parameter or buffer."""
+    """The place in a module that holds a parameter, a buffer, or a tensor that is a plain attribute."""
 
     name: str
-    holder: dict[str, Tensor | None]
+    holder: dict[str, Any]
     key: str
     is_parameter: bool
 
@@ -81,14 +85,18 @@ class Slot:
 
 
 def tensor_slots(module: nn.Module) -> list[Slot]:
-    """All places that hold a parameter or buffer, tied ones once per place, in the order of `named_parameters`."""
-    slots = []
-    for prefix, submodule in module.named_modules():
-        for is_parameter, holder in ((True, submodule._parameters), (False, submodule._buffers)):
-            for key, tensor in holder.items():
-                if tensor is not None:
-                    slots.append(Slot(f"{prefix}.{key}" if prefix else key, holder, key, is_parameter))
-    return slots
+    """All places that hold a tensor, tied ones once per place: as `named_parameters`, then buffers, then attributes."""
+    holders = [
+        [(prefix, each._parameters, True) for prefix, each in module.named_modules()],
+        [(prefix, each._buffers, False) for prefix, each in module.named_modules()],
+        [(prefix, vars(each), False) for prefix, each in module.named_modules()],
+    ]
+    return [
+        Slot(f"{prefix}.{key}" if prefix else key, holder, key, is_parameter)
+        for prefix, holder, is_parameter in chain.from_iterable(holders)
+        for key, tensor in holder.items()
+        if isinstance(tensor, Tensor)
+    ]
 
 
 # --- Dynamo: one graph of a call -------------------------------------------------------------------------------
@@ -96,7 +104,7 @@ def tensor_slots(module: nn.Module) -> list[Slot]:
 
 def new_fake_mode() -> FakeTensorMode:
     """A mode under which tensors have shape, dtype and device, but no memory."""
-    return FakeTensorMode()
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @dataclass(frozen=True)
@@ -118,8 +126,8 @@ class DynamoGraph:
         return self.output.backend_input.fake_mode
 
     @property
-    def fake_inputs(self) -> list[Tensor]:
-        """One fake tensor for each placeholder, made by Dynamo's own mode."""
+    def example_inputs(self) -> list[Tensor]:
+        """What the traced call passed for each placeholder."""
         assert self.output.backend_input is not None
         return list(self.output.backend_input.example_inputs)
 
@@ -177,7 +185,8 @@ def graph_inputs(dynamo: DynamoGraph, args: tuple[Any, ...]) -> list[Any]:
         raise Reached
 
     try:
-        run_bytecode(dynamo, stop)(*args)
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # the bytecode may leave it changed when it is stopped
+            run_bytecode(dynamo, stop)(*args)
     except Reached:
         return flat
     raise AssertionError("the bytecode never calls its graph")
@@ -289,7 +298,7 @@ def export_joint(dynamo: DynamoGraph) -> JointGraph:
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(TracingContext(dynamo.fake_mode)))
         exported = aot_export_joint_with_descriptors(
-            stack, dynamo.graph_module, tuple(dynamo.fake_inputs), decompositions=decompositions()
+            stack, dynamo.graph_module, tuple(dynamo.example_inputs), decompositions=decompositions()
         )
     graph = exported.graph_module.graph
     tangents: list[int | None] = []
@@ -323,6 +332,14 @@ def _output_positions(descriptors: Sequence[Any]) -> tuple[dict[int, int], list[
                 raise AssertionError(f"unexpected output of the joint graph: {other}")
     assert sorted(outputs) == list(range(len(outputs)))
     return mutations, [outputs[index] for index in range(len(outputs))], gradients
+
+
+def has_custom_backward(node: fx.Node) -> bool:
+    """A custom autograd.Function or operator: its backward may give no gradient to an input on purpose."""
+    if isinstance(node.target, HigherOrderOperator):
+        return node.target.name() == "autograd_function_apply"
+    overloads = isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+    return overloads and str(node.target).split(".")[0] not in ("aten", "prims", "evocompile")
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:

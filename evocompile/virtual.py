@@ -185,7 +185,7 @@ def run_together(ranks: Sequence[Generator[Blocked, None, Result]], rendezvous: 
         raise DeadlockError(_explain(blocked, rendezvous))
     left = next(rendezvous.unfinished(), None)
     if left is not None:
-        raise DeadlockError(f"{left} is never matched: {_lacking(left)} did not start its part")
+        raise DeadlockError(f"{left} is never matched: not started by {_lacking(rendezvous.head(left))}")
     return [results[rank] for rank in range(len(ranks))]
 
 
@@ -200,10 +200,10 @@ def _explain(blocked: dict[int, Blocked], rendezvous: Rendezvous) -> str:
     for each in shown:
         ticket, node = blocked[each]
         head = rendezvous.head(ticket)
-        behind = "" if head is ticket else f", queued behind {head.event.kind} {head.event.node!r},"
+        behind = "" if head is ticket else f", queued behind {head.event.kind} {head.event.node!r}"
         lines.append(
             f"  rank {each} waits in {node!r} for {ticket.event.kind} {ticket.event.node!r} on group "
-            f"{ticket.event.group}{behind} whose part {_lacking(head)} has not started"
+            f"{ticket.event.group}{behind}; not yet started by {_lacking(head)}"
         )
     if rank not in blocked:
         lines.append(f"  rank {rank} has finished")
@@ -266,13 +266,15 @@ def _interpret(
         elif is_start(node):
             given = start_arguments(node, args, kwargs)
             values[node] = rendezvous.post(rank, start_event(node, given, where), given)
+            del given
         elif is_wait(node):
             ticket = args[0]
             if not isinstance(ticket, Ticket):
                 raise VerificationError(f"rank {rank}: {where}{node.name} waits for what was not started")
             if not ticket.done:
                 yield ticket, where + node.name
-            values[node] = _received(ticket, graph_module, node)
+            values[node] = _take(ticket, node)
+            del ticket
         else:
             if any(is_start(each) for each in node.all_input_nodes):
                 raise VerificationError(f"rank {rank}: {where}{node.name} reads a communication before its wait")
@@ -285,14 +287,15 @@ def _interpret(
     raise AssertionError("a graph without an output")
 
 
-def _received(ticket: Ticket, graph_module: fx.GraphModule, wait: fx.Node) -> Tensor:
+def _take(ticket: Ticket, wait: fx.Node) -> Tensor:
     """The outcome of a finished communication: an empty buffer where an exchange received nothing."""
-    if ticket.result is None:
-        start = wait.args[0]
-        assert isinstance(start, fx.Node)
-        arguments = start_arguments(start, start.args, start.kwargs)
-        return torch.empty(0, dtype=arguments["dtype"], device=arguments["device"])
-    return ticket.result
+    result, ticket.result = ticket.result, None
+    if result is not None:
+        return result
+    start = wait.args[0]
+    assert isinstance(start, fx.Node)
+    arguments = start_arguments(start, start.args, start.kwargs)
+    return torch.empty(0, dtype=arguments["dtype"], device=arguments["device"])
 
 
 def run_virtual(

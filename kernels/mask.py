@@ -153,7 +153,7 @@ def normalize(expression: Boolean) -> Boolean:
         inner: Any = expression.args[0]
         if isinstance(inner, Relational):
             return _relation(inner.negated)
-        dual = sympy.Or if isinstance(inner, sympy.And) else sympy.And
+        dual: Any = sympy.Or if isinstance(inner, sympy.And) else sympy.And
         return normalize(dual(*(sympy.Not(each) for each in inner.args)))
     if isinstance(expression, sympy.And | sympy.Or):
         return _junction(type(expression), [normalize(each) for each in expression.args])
@@ -190,7 +190,7 @@ def _relation(relation: Relational) -> Boolean:
     return sympy.Le(left, right) if sign > 0 else sympy.Gt(left, right - 1)
 
 
-def _junction(kind: type, arguments: list[Boolean]) -> Boolean:
+def _junction(kind: Any, arguments: list[Boolean]) -> Boolean:
     """And/Or of normal arguments: what one argument settles is dropped from the others, tightest bounds kept."""
     neutral = sympy.sympify(kind is sympy.And)
     flat = [each for argument in arguments for each in (argument.args if isinstance(argument, kind) else [argument])]
@@ -310,7 +310,7 @@ def _reading_order(text: str) -> tuple[bool, str]:
 def _sum_text(expression: sympy.Add) -> str:
     """Positive terms first, the constant last."""
     terms = expression.as_coefficients_dict().items()
-    ordered = sorted(terms, key=lambda item: (item[0] == 1, item[1] < 0, _text(item[0])))
+    ordered = sorted(terms, key=lambda item: (item[0] == 1, bool(item[1] < 0), _text(item[0])))
     text = ""
     for index, (term, coefficient) in enumerate(ordered):
         sign = "-" if coefficient < 0 else "+"

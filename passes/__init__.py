@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import evocompile.kernels.attention  # registers the operators that the passes rewrite
 from evocompile.program import Pass
 
 from .canonicalize import canonicalize

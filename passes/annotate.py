@@ -27,6 +27,7 @@ from .rules import dims_of
 from .rules.attention import ATTENTION, ATTENTION_BACKWARD, attention_solution
 from .rules.base import label_sizes, operands_of, result_shapes
 from .rules.solve import Solution, canonical, forward, pull
+from .rules.windows import window_pull, window_solution
 
 Version = tuple[Layout, ...]  # one layout for each result of a node
 
@@ -114,6 +115,8 @@ def _solve(program: Program, node: fx.Node, layouts: list[Layout]) -> Solution:
     splits = program.sharding.splits
     if node.target in (ATTENTION, ATTENTION_BACKWARD):
         return attention_solution(node, layouts, splits)
+    if (windowed := window_solution(node, layouts, splits)) is not None:
+        return windowed
     dims = dims_of(node)
     if dims is not None:
         solution, problems = forward(dims, label_sizes(dims, node), layouts, splits)
@@ -218,6 +221,8 @@ def _pulled(node: fx.Node, version: Version, own: Version) -> Compute | None:
     dims = dims_of(node)
     if dims is None or not version[0].is_split or version[0].partial:
         return None
+    if (windowed := window_pull(node, version[0])) is not None:
+        return Compute(windowed.operands)
     if node.target == torch.ops.prims.iota.default and len(version[0].dims[0]) > 1:
         return None  # merged axes: this rank's positions are no arithmetic sequence
     solution = pull(dims, label_sizes(dims, node), version[0])

@@ -14,9 +14,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, fx
 
-from .. import kernels as kernels  # registers the operators
-from ..errors import CaptureError
-from ..program import source_line
+from evocompile.errors import CaptureError
+from evocompile.program import source_line
 
 _SDPA = torch.nn.functional.scaled_dot_product_attention
 _DENSE = torch.ops.evocompile.dense_attention.default
@@ -55,9 +54,7 @@ def _replace_sdpa(node: fx.Node) -> None:
         _erase_down_to(each, source)
 
 
-def _check(
-    node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None, given: dict[str, Any]
-) -> None:
+def _check(node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None, given: dict[str, Any]) -> None:
     """Refuses what `dense_attention` does not do. torch itself has checked what it checks, at capture."""
     dropout = given.get("dropout_p", 0.0)
     if isinstance(dropout, fx.Node) or dropout > 0:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from .. import kernels as kernels  # registers the operators
-from ..program import Program, val
+from evocompile.program import Program, val
+
 from .mask_values import Domain
 from .recover_mask import MaskRecovery
 

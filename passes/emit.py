@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from evocompile.layout import Layout
+from evocompile.layout import Dim, Layout
 
 from .build import Builder
-from .rules.base import argument
+from .rules.base import argument, normal_dim
+from .rules.solve import canonical
 from .rules.views import VIEWS
+from .rules.windows import window_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -83,6 +85,74 @@ def _mean(builder: Builder, node: fx.Node, results: Any, layouts: Any, operands:
     return builder.call(aten.div.Scalar, (total, count))
 
 
+def _before(builder: Builder, dim: Dim, position: int) -> int:
+    """How many of this rank's positions of a split dim come before `position`."""
+    (factor,) = dim
+    assert factor.axis is not None
+    return sum(max(min(hi, position) - lo, 0) for lo, hi in builder.sharding.intervals(factor.axis))
+
+
+def _is_split(dim: Dim) -> bool:
+    return any(factor.split for factor in dim)
+
+
+def _slice(builder: Builder, node: fx.Node, results: Any, layouts: Any, operands: list[fx.Node]) -> fx.Node:
+    dim, offset = window_of(node) or (0, 0)
+    if not _is_split(layouts[0].dims[dim]) or canonical(layouts[0]) == canonical(results[0]):
+        return _same(builder, node, operands)
+    lo = _before(builder, layouts[0].dims[dim], offset)
+    count = builder.sharding.local_shape(results[0])[dim]
+    return builder.call(aten.slice.Tensor, (operands[0], dim, lo, lo + count))
+
+
+def _slice_scatter(builder: Builder, node: fx.Node, results: Any, layouts: Any, operands: list[fx.Node]) -> fx.Node:
+    dim, offset = window_of(node) or (0, 0)
+    if not _is_split(results[0].dims[dim]):
+        return _same(builder, node, operands)
+    lo = _before(builder, results[0].dims[dim], offset)
+    count = builder.sharding.local_shape(layouts[1])[dim]
+    return builder.call(aten.slice_scatter.default, (*operands, dim, lo, lo + count))
+
+
+def _constant_pad(builder: Builder, node: fx.Node, results: Any, layouts: Any, operands: list[fx.Node]) -> fx.Node:
+    window = window_of(node)
+    if window is None or not _is_split(results[0].dims[window[0]]):
+        return _same(builder, node, operands)
+    dim, offset = window
+    before = _before(builder, results[0].dims[dim], offset)
+    after = builder.sharding.local_shape(results[0])[dim] - before - builder.sharding.local_shape(layouts[0])[dim]
+    padding = [0, 0] * (len(results[0].dims) - 1 - dim) + [before, after]
+    return builder.call(node.target, (operands[0], padding, argument(node, 2, "value", 0)))
+
+
+def _select(builder: Builder, node: fx.Node, results: Any, layouts: Any, operands: list[fx.Node]) -> fx.Node:
+    """Where the selected position is another rank's: zeros, for the sum that is pending."""
+    dim, position = _selected(node, 1, layouts[0])
+    if not _is_split(layouts[0].dims[dim]):
+        return _same(builder, node, operands)
+    local = _before(builder, layouts[0].dims[dim], position)
+    if _before(builder, layouts[0].dims[dim], position + 1) > local:
+        return builder.call(aten.select.int, (operands[0], dim, local))
+    like = operands[0].meta["val"]
+    shape = [size for i, size in enumerate(like.shape) if i != dim]
+    return builder.call(aten.full.default, (shape, 0), {"dtype": like.dtype, "device": like.device})
+
+
+def _select_scatter(builder: Builder, node: fx.Node, results: Any, layouts: Any, operands: list[fx.Node]) -> fx.Node:
+    dim, position = _selected(node, 2, results[0])
+    if not _is_split(results[0].dims[dim]):
+        return _same(builder, node, operands)
+    local = _before(builder, results[0].dims[dim], position)
+    if _before(builder, results[0].dims[dim], position + 1) > local:
+        return builder.call(aten.select_scatter.default, (*operands, dim, local))
+    return builder.call(aten.clone.default, (operands[0],))
+
+
+def _selected(node: fx.Node, argument_of_dim: int, layout: Layout) -> tuple[int, int]:
+    dim = normal_dim(argument(node, argument_of_dim, "dim", 0), len(layout.dims))
+    return dim, argument(node, argument_of_dim + 1, "index") % layout.shape[dim]
+
+
 _EMIT: dict[object, Emit] = {
     **dict.fromkeys(VIEWS, _view),
     aten.expand.default: _expand,
@@ -90,4 +160,9 @@ _EMIT: dict[object, Emit] = {
     prims.iota.default: _iota,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
+    aten.slice.Tensor: _slice,
+    aten.slice_scatter.default: _slice_scatter,
+    aten.constant_pad_nd.default: _constant_pad,
+    aten.select.int: _select,
+    aten.select_scatter.default: _select_scatter,
 }

@@ -16,7 +16,8 @@ import torch
 from sympy.logic.boolalg import Boolean
 from torch import fx
 
-from ..program import val
+from evocompile.program import val
+
 from .mask_values import (
     Domain,
     Unproven,
@@ -47,8 +48,13 @@ class Reader(Protocol):
 # ---- operators that move elements
 
 
+def _args(node: fx.Node, *defaults: Any) -> tuple[Any, ...]:
+    """The arguments, with defaults for those left out; `...` stands for one that is never left out."""
+    return (*node.args, *defaults[len(node.args) :])
+
+
 def _source_shape(node: fx.Node) -> torch.Size:
-    return val(node.args[0]).shape  # type: ignore[arg-type]
+    return val(_args(node)[0]).shape
 
 
 def _reshaped(domain: Domain, node: fx.Node, coordinates: Coordinates) -> Coordinates:
@@ -93,20 +99,20 @@ def _same(domain: Domain, node: fx.Node, coordinates: Coordinates) -> Coordinate
 
 def _permuted(domain: Domain, node: fx.Node, coordinates: Coordinates) -> Coordinates:
     found = list(coordinates)
-    for position, dim in enumerate(node.args[1]):  # type: ignore[arg-type]
+    for position, dim in enumerate(_args(node)[1]):
         found[dim] = coordinates[position]
     return tuple(found)
 
 
 def _transposed(domain: Domain, node: fx.Node, coordinates: Coordinates) -> Coordinates:
-    _, first, second = node.args
+    _, first, second = _args(node)
     found = list(coordinates)
-    found[first], found[second] = found[second], found[first]  # type: ignore[index]
+    found[first], found[second] = found[second], found[first]
     return tuple(found)
 
 
 def _sliced(domain: Domain, node: fx.Node, coordinates: Coordinates) -> Coordinates:
-    dim, start, end, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
+    _, dim, start, end, step = _args(node, ..., 0, None, None, 1)
     first, _, _ = slice(start, end).indices(_source_shape(node)[dim])
     found = list(coordinates)
     found[dim] = first + step * found[dim]
@@ -115,15 +121,15 @@ def _sliced(domain: Domain, node: fx.Node, coordinates: Coordinates) -> Coordina
 
 def _selected(domain: Domain, node: fx.Node, coordinates: Coordinates) -> Coordinates:
     shape = _source_shape(node)
-    _, dim, index = node.args
-    dim = dim % len(shape)  # type: ignore[operator]
-    return (*coordinates[:dim], sympy.Integer(index % shape[dim]), *coordinates[dim:])  # type: ignore[operator]
+    _, dim, index = _args(node)
+    dim = dim % len(shape)
+    return (*coordinates[:dim], sympy.Integer(index % shape[dim]), *coordinates[dim:])
 
 
 def _flipped(domain: Domain, node: fx.Node, coordinates: Coordinates) -> Coordinates:
     found = list(coordinates)
-    for dim in node.args[1]:  # type: ignore[union-attr]
-        found[dim] = _source_shape(node)[dim] - 1 - found[dim]  # type: ignore[index]
+    for dim in _args(node)[1]:
+        found[dim] = _source_shape(node)[dim] - 1 - found[dim]
     return tuple(found)
 
 
@@ -173,7 +179,7 @@ def _arithmetic(function: Callable[..., Any]) -> Rule:
 
 def _logical(function: Callable[..., Boolean]) -> Rule:
     def rule(reader: Reader, node: fx.Node, coordinates: Coordinates) -> Value:
-        bitwise = node.target.overloadpacket.__name__.startswith("bitwise")  # type: ignore[union-attr]
+        bitwise = str(node.target).startswith("aten.bitwise")
         if bitwise and val(node).dtype != torch.bool:
             raise Unproven("it computes on the bits of integers")
         conditions = [truth(reader.domain, value) for value in _operands(reader, node, coordinates)]
@@ -188,7 +194,7 @@ def _where(reader: Reader, node: fx.Node, coordinates: Coordinates) -> Value:
 
 
 def _convert(reader: Reader, node: fx.Node, coordinates: Coordinates) -> Value:
-    value = reader.value(node.args[0], coordinates)  # type: ignore[arg-type]
+    value = reader.value(_args(node)[0], coordinates)
     to_integer = not val(node).dtype.is_floating_point and val(node).dtype != torch.bool
     if to_integer and any(number.is_integer is False for _, number in cases_of(value)):
         raise Unproven("it cuts off fractions")
@@ -208,7 +214,8 @@ def _fill(position: int) -> Rule:
 
 
 def _iota(reader: Reader, node: fx.Node, coordinates: Coordinates) -> Value:
-    return single(node.kwargs["start"] + node.kwargs["step"] * coordinates[0])  # type: ignore[operator]
+    given: dict[str, Any] = node.kwargs
+    return single(given["start"] + given["step"] * coordinates[0])
 
 
 def _divide(reader: Reader, node: fx.Node, coordinates: Coordinates) -> Value:
@@ -240,7 +247,7 @@ def _extreme(relation: type[Any]) -> Rule:
 
 
 def _clamp(reader: Reader, node: fx.Node, coordinates: Coordinates) -> Value:
-    value, low, high = (*node.args, None, None)[:3]
+    value, low, high = _args(node, ..., None, None)
     result = _operand(reader, value, coordinates)
     if low is not None:
         result = extreme(reader.domain, sympy.Ge, result, _operand(reader, low, coordinates))
@@ -258,17 +265,16 @@ def _triangle(relation: type[Any]) -> Rule:
     """tril keeps column - row <= diagonal, triu column - row >= diagonal; 0 elsewhere."""
 
     def rule(reader: Reader, node: fx.Node, coordinates: Coordinates) -> Value:
-        source, diagonal = (*node.args, 0)[:2]
+        source, diagonal = _args(node, ..., 0)
         kept = reader.domain.settle(relation(coordinates[-1] - coordinates[-2], diagonal))
         zero = constant(0, val(node).dtype)
-        return choose(reader.domain, kept, reader.value(source, coordinates), zero)  # type: ignore[arg-type]
+        return choose(reader.domain, kept, reader.value(source, coordinates), zero)
 
     return rule
 
 
 def _cat(reader: Reader, node: fx.Node, coordinates: Coordinates) -> Value:
-    tensors: Any = node.args[0]
-    dim: Any = node.args[1] if len(node.args) > 1 else 0
+    tensors, dim = _args(node, ..., 0)
     along = coordinates[dim]
     start = 0
     result: Value | None = None
@@ -286,24 +292,23 @@ def _cat(reader: Reader, node: fx.Node, coordinates: Coordinates) -> Value:
 
 
 def _pad(reader: Reader, node: fx.Node, coordinates: Coordinates) -> Value:
-    source, pads, number = (*node.args, 0)[:3]
+    source, pads, number = _args(node, ..., ..., 0)
     shape = _source_shape(node)
     moved, inside = list(coordinates), sympy.true
-    for index, before in enumerate(pads[::2]):  # type: ignore[index]
+    for index, before in enumerate(pads[::2]):
         dim = len(shape) - 1 - index
         moved[dim] = moved[dim] - before
         inside = sympy.And(inside, moved[dim] >= 0, moved[dim] < shape[dim])
     inside = reader.domain.settle(inside)
-    filler = constant(number, val(node).dtype)  # type: ignore[arg-type]
+    filler = constant(number, val(node).dtype)
     if inside == sympy.false:
         return filler
-    return choose(reader.domain, inside, reader.value(source, tuple(moved)), filler)  # type: ignore[arg-type]
+    return choose(reader.domain, inside, reader.value(source, tuple(moved)), filler)
 
 
 def _index(reader: Reader, node: fx.Node, coordinates: Coordinates) -> Value:
     """source[i, None, j, …] with index tensors: transformers reads a padding mask as mask[batch_idx, kv_idx]."""
-    source: Any = node.args[0]
-    indices: Any = node.args[1]
+    source, indices = _args(node)
     indexed = [dim for dim, index in enumerate(indices) if index is not None]
     rank = max(val(indices[dim]).dim() for dim in indexed)
     adjacent = indexed[-1] - indexed[0] == len(indexed) - 1
@@ -324,11 +329,10 @@ def _index(reader: Reader, node: fx.Node, coordinates: Coordinates) -> Value:
 
 
 def _gather(reader: Reader, node: fx.Node, coordinates: Coordinates) -> Value:
-    source, dim, index = node.args
+    source, dim, index = _args(node)
     found = list(coordinates)
-    number = only_number(reader.value(index, coordinates))  # type: ignore[arg-type]
-    found[dim] = _from_start(reader.domain, number, _source_shape(node)[dim])  # type: ignore[index]
-    return reader.value(source, tuple(found))  # type: ignore[arg-type]
+    found[dim] = _from_start(reader.domain, only_number(reader.value(index, coordinates)), _source_shape(node)[dim])
+    return reader.value(source, tuple(found))
 
 
 def _from_start(domain: Domain, index: sympy.Expr, size: int) -> sympy.Expr:
@@ -377,12 +381,15 @@ VALUES: dict[Any, Rule] = {
 }
 
 
+READERS = {*MOVES, aten.index, aten.gather}  # operators whose result holds elements of their first operand
+
+
 def element(reader: Reader, node: fx.Node, coordinates: Coordinates) -> Value:
     """The value of an operator's result at these coordinates. Raises `Unproven` where there is no rule."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet in MOVES:
         moved = MOVES[packet](reader.domain, node, coordinates)
-        return reader.value(node.args[0], moved)  # type: ignore[arg-type]
+        return reader.value(_args(node)[0], moved)
     if packet not in VALUES:
         raise Unproven("it has no rule")
     return fitted(reader.domain, VALUES[packet](reader, node, coordinates), val(node).dtype)

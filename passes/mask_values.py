@@ -11,17 +11,16 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
+from evocompile.kernels.mask import Bounds, Region, bounds_of, normalize, truth_of
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean
 
-from ..kernels.mask import Bounds, Region, bounds_of, normalize, truth_of
-
-Cases = tuple[tuple[Boolean, sympy.Expr], ...]
-Value = Boolean | Cases
+Cases: TypeAlias = tuple[tuple[Boolean, sympy.Expr], ...]
+Value: TypeAlias = Boolean | Cases
 
 _MOST_CASES = 32
 
@@ -73,7 +72,7 @@ class Domain:
         """number % divisor, with the sign of the divisor, as Python has it."""
         _, rest = self._split(number, divisor)
         low, high = self.bounds(rest)
-        return rest if 0 <= low and high < divisor else sympy.Mod(rest, divisor)
+        return rest if low >= 0 and high < divisor else sympy.Mod(rest, divisor)
 
     def _split(self, number: sympy.Expr, divisor: int) -> tuple[sympy.Expr, sympy.Expr]:
         """(w, r) with number = divisor * w + r, w an integer."""

@@ -16,15 +16,17 @@ from typing import Any
 
 import sympy
 import torch
+from evocompile.kernels.mask import B, H, K, Mask, Q, table, table_index
 from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import Boolean
 from torch import Tensor, fx
 
-from ..errors import MaskError
-from ..kernels.mask import B, H, K, Mask, Q, table, table_index
-from ..program import source_line, val
-from ..torch_private import is_fake, outside_fake_mode
-from .mask_rules import MOVES, Coordinates, broadcast, element
+from evocompile.errors import MaskError
+from evocompile.program import source_line, val
+from evocompile.torch_private import is_fake, outside_fake_mode
+
+from .mask_documents import position_ids, with_steps_of_one
+from .mask_rules import READERS, Coordinates, broadcast, element
 from .mask_values import Domain, Unproven, Value, cases_of, constant, single
 
 aten = torch.ops.aten
@@ -51,12 +53,13 @@ class MaskRecovery:
         self._masks: dict[fx.Node, tuple[Mask, list[fx.Node]]] = {}
         self._computed: dict[fx.Node, Tensor] = {}
         self._largest = _input_free(graph_module)
+        self._computed_size = 4 * domain.batch * max(domain.queries, domain.keys)  # room for a `diff` with its padding
 
     def recover(self, node: fx.Node | None, is_causal: bool = False) -> tuple[Mask, list[fx.Node]]:
         """The predicate of a mask node, and its tables as nodes of the graph, (B or 1, N) each.
 
-        node: `None` (everything attends), or broadcastable to (B, H, S, T); bool (True attends), or float: 0 where it attends, -inf or the least
-        finite number where it does not. is_causal adds k <= q.
+        node: `None` (everything attends), or broadcastable to (B, H, S, T); bool (True attends), or float: 0 where it
+        attends, -inf or the least finite number where it does not. is_causal adds k <= q.
         Raises MaskError with the source line of the operator that stopped the proof.
         """
         mask, tables = (Mask.full(), []) if node is None else self._recover(node)
@@ -78,25 +81,23 @@ class MaskRecovery:
         return self._values[key]
 
     def _value(self, node: fx.Node, coordinates: Coordinates) -> Value:
-        limit = self.domain.batch * max(self.domain.queries, self.domain.keys)
         free = node in self._largest
-        if free and self._largest[node] <= limit:
+        if free and self._largest[node] <= self._computed_size:
             known = _read_off(self._compute(node), coordinates)
             if known is not None:
                 return known
         layout = self._layout(node, coordinates)
-        if layout and not free and getattr(node.target, "overloadpacket", None) not in {*MOVES, aten.index, aten.gather}:
+        if layout and not free and getattr(node.target, "overloadpacket", None) not in READERS:
             return self._table(node, *layout)
+        if not layout and node.op != "call_function":
+            shape = tuple(val(node).shape)
+            raise Unproven(f"it reads {node.name}, of shape {shape}, whose values are known only when the model runs")
         try:
-            if node.op != "call_function":
-                raise Unproven("its values are known only when the model runs, and it is no table over (batch, position)")
             return element(self, node, coordinates)
         except (Unproven, MaskError) as error:
             if layout:
                 return self._table(node, *layout)
-            if isinstance(error, MaskError):
-                raise
-            raise _refusal(node, str(error)) from None
+            raise error if isinstance(error, MaskError) else _refusal(node, str(error)) from None
 
     # ---- tables
 
@@ -152,14 +153,28 @@ class MaskRecovery:
         fake = val(node)
         try:
             value = self.value(node, broadcast(fake.shape, (B, H, Q, K)))
+        except Unproven as error:
+            raise _refusal(node, str(error)) from None
         except RecursionError:
             raise _refusal(node, "it takes too many operators") from None
         condition = _attends(node, value, fake.dtype) if isinstance(value, tuple) else value
-        condition = self.domain.settle(condition)
-        outside = condition.xreplace({leaf: sympy.S.Zero for leaf in condition.atoms(AppliedUndef)})
+        condition = self.domain.settle(with_steps_of_one(self.domain.settle(condition), self._positions_of()))
+        outside = condition.xreplace(dict.fromkeys(condition.atoms(AppliedUndef), sympy.S.Zero))
         if B in outside.free_symbols:
             raise _refusal(node, "it depends on the number of the batch row, not only on that row's data")
         return condition
+
+    def _positions_of(self) -> dict[int, int]:
+        """Tables of document numbers -> the tables of position ids that they come from (see `mask_documents`)."""
+        found = {}
+        for index, (node, _, _) in enumerate(list(self._tables)):
+            source = position_ids(node)
+            if source is None:
+                continue
+            value = self.value(source, broadcast(val(source).shape, (B, K)))
+            if isinstance(value, tuple) and len(value) == 1 and isinstance(value[0][1], AppliedUndef):
+                found[index] = table_index(value[0][1])
+        return found
 
     def _check(self, node: fx.Node, mask: Mask, tables: list[fx.Node]) -> None:
         """A small mask that no input enters is computed, and must be what the predicate says."""
@@ -236,7 +251,7 @@ def _attribute(graph_module: fx.GraphModule, node: fx.Node) -> Any:
 
 def _read_off(tensor: Tensor, coordinates: Coordinates) -> Value | None:
     """A computed tensor as an affine function of the coordinates, or as a constant; `None` when it is neither."""
-    symbolic = []
+    symbolic: list[sympy.Expr] = []
     for size, coordinate in zip(tensor.shape, coordinates, strict=True):
         if coordinate.is_Integer and not 0 <= coordinate < size:
             return None

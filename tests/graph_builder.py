@@ -79,6 +79,22 @@ def layers(count: int, *, rows: int = 6, width: int = 8) -> tuple[GraphBuilder, 
     return build, build.finish([x, *saved])
 
 
+def many_layers(count: int) -> fx.GraphModule:
+    """A graph as of `layers`, without saved values, made from copies of one layer: much faster for thousands."""
+    _, one = layers(1)
+    x, weight = one.graph.find_nodes(op="placeholder")
+    graph = fx.Graph()
+    current = graph.node_copy(x)
+    for index in range(count):
+        own_weight = graph.placeholder(f"weight_{index}")
+        own_weight.meta.update(weight.meta)
+        copied = graph.graph_copy(one.graph, {x: current, weight: own_weight})
+        assert isinstance(copied, list)
+        current = copied[0]
+    graph.output([current])
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
 def random_graph(seed: int) -> tuple[GraphBuilder, fx.GraphModule]:
     """Square float32 values through random operators, views, tuples, constants and boundaries; random outputs."""
     chooser = random.Random(seed)

@@ -9,7 +9,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from launch import launch, run_ranks
 from torch import fx
 
 from evocompile import torch_private
@@ -30,6 +29,7 @@ from evocompile.collectives import (
 )
 from evocompile.errors import DeadlockError
 from evocompile.virtual import run_virtual
+from tests.distributed.launch import launch, run_ranks
 
 c10d = torch.ops._c10d_functional
 CPU = torch.device("cpu")
@@ -274,7 +274,7 @@ def _peer_stays_away() -> float:
         return 0.0
     start = time.monotonic()
     run = communicators.resolve(ring_graph(0, [1, 1], "cp:0,1"))
-    with pytest.raises(DeadlockError, match="rank 1.*did not answer in time"):
+    with pytest.raises(DeadlockError, match=r"rank 1.*did not answer in time"):
         run(*ring_inputs(0, [1, 1]))
     assert pending_works() == 0
     return time.monotonic() - start

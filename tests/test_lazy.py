@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from launch import run_ranks
 
 from evocompile.errors import EvocompileError
 from evocompile.layout import Axis, Factor, Layout, Sharding, Split, local_part
 from evocompile.lazy import Assembly, LazyOutput, _Value, without_gradient
 from evocompile.mesh import Mesh
+from tests.distributed.launch import run_ranks
 
 WHOLE = torch.arange(24.0).reshape(2, 3, 4)
 

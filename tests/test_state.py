@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from launch import run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -26,6 +25,7 @@ from evocompile.state import (
     state_mesh,
     state_record,
 )
+from tests.distributed.launch import run_ranks
 
 
 class Uneven(nn.Module):

@@ -1,0 +1,166 @@
+"""The command line: `evocompile demo | inspect | doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect as python_inspect
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from .errors import EvocompileError, PlanError
+from .plan import Plan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code. 1: the command found a fault. 2: it was asked for what cannot be done."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except EvocompileError as error:
+        print(f"evocompile: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("evocompile: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="evocompile", description="Train unmodified PyTorch models on many devices.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    demo = commands.add_parser(
+        "demo",
+        help="train a small Llama on local processes and compare with one device",
+        description="Trains a small Llama of transformers on N local processes (gloo, CPU) and on one device, prints "
+        "both losses for each step, and exits with 1 if the numbers differ.",
+    )
+    demo.add_argument("--ranks", type=_positive, required=True, metavar="N", help="number of processes")
+    demo.add_argument("--steps", type=_positive, default=20, help="training steps (default: %(default)s)")
+    demo.add_argument("--backend", choices=("inductor", "eager"), default="inductor", help="default: %(default)s")
+    demo.add_argument("--seed", type=int, default=0, help="of the weights and of the batches (default: %(default)s)")
+    demo.add_argument("--dp", type=_positive, help="ranks that split the batch (default: those that --cp leaves)")
+    demo.add_argument("--cp", type=_positive, help="ranks that split the sequence (default: those that --dp leaves)")
+    demo.add_argument(
+        "--plan-json", metavar="JSON", help='a whole plan instead, such as \'{"cp": 2, "attention": "ring"}\''
+    )
+    demo.add_argument("--json", action="store_true", help="end with everything that was found, as one line of JSON")
+    demo.set_defaults(run=_demo)
+
+    inspect = commands.add_parser(
+        "inspect",
+        help="print a rank's program after each pass",
+        description="Compiles for one rank of a world that need not exist, and prints plan, communication and graphs.",
+    )
+    model = inspect.add_mutually_exclusive_group(required=True)
+    model.add_argument("--demo-model", action="store_true", help="the demo's Llama")
+    model.add_argument(
+        "--model",
+        metavar="MODULE:FACTORY",
+        help="a function that returns a model, which is called with input_ids (and labels, where it takes them); or "
+        "a model and the keyword arguments of a call",
+    )
+    inspect.add_argument("--world", type=_positive, required=True, metavar="N", help="number of ranks")
+    inspect.add_argument("--rank", type=int, default=0, help="whose program (default: %(default)s)")
+    inspect.add_argument("--batch", type=_positive, default=2, help="rows (default: %(default)s)")
+    inspect.add_argument("--seq", type=_positive, default=64, help="length of a row (default: %(default)s)")
+    inspect.add_argument("--stage", metavar="NAME", help="only the graph after this pass")
+    inspect.set_defaults(run=_inspect)
+
+    doctor = commands.add_parser("doctor", help="say what of this machine and its installation matters")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return int(text)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from .demo import DemoError, Job, run_demo
+
+    plan = _plan(options.ranks, options.dp, options.cp, options.plan_json)
+    try:
+        report = run_demo(Job(plan, options.steps, options.seed, options.backend))
+    except DemoError as error:
+        print(f"evocompile: {error}", file=sys.stderr)
+        return 1
+    print(report)
+    if options.json:
+        print(report.to_json())
+    return 0 if report.passed else 1
+
+
+def _plan(ranks: int, dp: int | None, cp: int | None, plan_json: str | None) -> Plan:
+    if plan_json is not None:
+        if dp is not None or cp is not None:
+            raise PlanError("--plan-json is a whole plan: leave --dp and --cp out, or put them into it")
+        plan = Plan.from_json(plan_json)
+    else:
+        if dp is None:
+            dp = ranks // cp if cp is not None else 1
+        plan = Plan(dp=dp, cp=ranks // dp if cp is None else cp)
+    if plan.world != ranks:
+        raise PlanError(
+            f"{plan} needs {plan.world} ranks, but --ranks is {ranks}: make the product of its degrees {ranks}"
+        )
+    return plan
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from .inspect import inspect
+
+    if not 0 <= options.rank < options.world:
+        raise PlanError(f"--rank {options.rank}: the ranks of --world {options.world} are 0 to {options.world - 1}")
+    model, inputs = _model_and_inputs(options)
+    found = inspect(model, inputs, world=options.world, rank=options.rank)
+    if options.stage is None:
+        print(found)
+    elif options.stage in found.stages:
+        print(found.stages[options.stage])
+    else:
+        raise PlanError(f"--stage {options.stage}: choose one of {', '.join(found.stages)}")
+    return 0
+
+
+def _model_and_inputs(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
+    import torch
+
+    if options.demo_model:
+        from . import demo, demo_model
+
+        demo.require_transformers()
+        return demo_model.build(0), demo_model.batch(0, 0, options.batch, options.seq)
+    made = _factory(options.model)()
+    if isinstance(made, tuple):
+        model, inputs = made
+        return model, dict(inputs)
+    ids = torch.zeros(options.batch, options.seq, dtype=torch.int64)
+    takes_labels = "labels" in python_inspect.signature(made.forward).parameters
+    return made, {"input_ids": ids, "labels": ids.clone()} if takes_labels else {"input_ids": ids}
+
+
+def _factory(name: str) -> Any:
+    module_name, colon, attribute = name.partition(":")
+    if not (colon and module_name and attribute):
+        raise PlanError(f"--model {name}: write module:factory, such as mypackage.models:build")
+    sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise PlanError(f"--model {name}: {error}") from error
+
+
+def _doctor(_options: argparse.Namespace) -> int:
+    from .doctor import doctor
+
+    text, healthy = doctor()
+    print(text)
+    return 0 if healthy else 1
