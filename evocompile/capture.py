@@ -37,8 +37,6 @@ from .torch_private import (
     trace,
 )
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-
 
 @dataclass(frozen=True)
 class Captured:
@@ -71,7 +69,10 @@ class Captured:
         """
         written = {output.name for output in self.program.outputs_of(OutputKind.BUFFER)}
         inputs = self.program.inputs_of(InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER)
-        as_is = [each.kind is InputKind.PARAMETER or each.name in written for each in inputs]
+        as_is = [
+            each.kind is InputKind.PARAMETER or (each.kind is InputKind.BUFFER and each.name in written)
+            for each in inputs
+        ]
 
         def run_graph(*flat: Any) -> Sequence[Any]:
             return compiled(*(t if same else t.contiguous() for same, t in zip(as_is, flat, strict=True)))
@@ -91,11 +92,12 @@ def capture(
     """Captures `forward(*args, **kwargs)`, under the present grad mode and autocast, as one joint graph.
 
     forward: the module's bound forward, or any callable that reads `module`.
-    device:  where the program will run, for parameters and inputs that are placeholders (on `meta`, say).
+    device:  where the program will run; default: where the tensors are (those on `meta` join the others).
 
     Raises CaptureError (with the model's source line) for what is not one graph, and for parameters that are written
-    to; InputError for inputs that require grad or are written to.
+    to; InputError for inputs that require grad or are written to, and for a device that torch cannot use here.
     """
+    _check_device(device)
     guards = Guards.of_call(module, args, kwargs)
     if torch.is_grad_enabled():
         for name, spec in guards.inputs.items():
@@ -119,6 +121,14 @@ def capture(
     _check_gradients(program, expected)
     names = tuple(each.name for each in inputs if each.kind is InputKind.PARAMETER)
     return Captured(program, names, forward, guards, dynamo)
+
+
+def _check_device(device: torch.device | None) -> None:
+    """Fakes on a device that this torch does not know would end the process in autograd, without an error."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"cannot capture for device {device}: {error}. Use a device of this machine") from error
 
 
 # --- Dynamo ----------------------------------------------------------------------------------------------------
@@ -243,7 +253,7 @@ def _program(joint: JointGraph, inputs: list[Input], differentiable: list[bool])
     results: list[fx.Node | None] = [new[node] for node in user]
     for index, position in joint.mutations.items():
         outputs.append(_output(OutputKind.BUFFER, inputs[index].name, val(returned[position])))
-        results.append(new[_without_copy(returned[position])])
+        results.append(new[returned[position]])
     for index, each in enumerate(inputs):
         if tangents and each.kind is InputKind.PARAMETER and each.requires_grad:
             gradient = returned[joint.gradients[index]] if index in joint.gradients else None
@@ -273,6 +283,7 @@ def _copy_named(old: fx.Graph, inputs: list[Input]) -> tuple[fx.Graph, dict[fx.N
     for node, each in zip(old.find_nodes(op="placeholder"), inputs, strict=True):
         prefix = "tangent_" if each.kind is InputKind.TANGENT else ""
         new[node] = graph.placeholder(re.sub(r"\W+", "_", prefix + each.name).strip("_"))
+        new[node].target = new[node].name  # fx makes names unique and valid, but not the targets
         new[node].meta = dict(node.meta)
     for node in old.nodes:
         if node.op in ("placeholder", "output"):

@@ -138,9 +138,8 @@ def is_boundary(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and is_boundary(node.args[0])
-    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "evocompile":
-        return True
-    return is_start(node) or is_wait(node) or node.target is unpack
+    ours = getattr(node.target, "namespace", None) == "evocompile"
+    return ours or is_start(node) or is_wait(node) or node.target is unpack
 
 
 # --- describing ----------------------------------------------------------------------------------------------------

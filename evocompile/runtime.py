@@ -46,19 +46,20 @@ class ParallelForward:
     """Takes the place of `module.forward` on one instance; the class, attributes, hooks and signature stay.
 
     Everything that belongs to the parallel model hangs on this object, process groups included.
+    original: the module's own forward.
     """
 
     def __init__(
         self, module: nn.Module, plan: Plan, device: torch.device, watch: OptimizerWatch, backend: Backend
     ) -> None:
         functools.update_wrapper(self, module.forward)
-        self._forward = module.forward
+        self.original = module.forward
         self._module = module
-        self._plan = plan
+        self.plan = plan
         self._device = device
         self._watch = watch
         self._backend = backend
-        self._rank = dist.get_rank()
+        self.rank = dist.get_rank()
         self._communicators = Communicators(device)
         self._variants: list[Variant] = []  # the last used one first
 
@@ -71,6 +72,11 @@ class ParallelForward:
     def prepare(self, *args: Any, **kwargs: Any) -> None:
         """Compile for these arguments now instead of at the first call."""
         self._variant(*self._checked(args, kwargs))
+
+    @property
+    def last_captured(self) -> Captured | None:
+        """What the last call has run, or the last `prepare` compiled."""
+        return self._variants[0].captured if self._variants else None
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call with plain tensors, all on the model's device."""
@@ -90,7 +96,7 @@ class ParallelForward:
             if variant.captured.matches(args, kwargs):
                 self._variants.insert(0, self._variants.pop(index))
                 return variant
-        if self._variants and self._rank == 0:
+        if self._variants and self.rank == 0:
             log.warning("evocompile compiles again: %s", self._difference(args, kwargs))
         self._variants.insert(0, self._build(args, kwargs))
         return self._variants[0]
@@ -103,12 +109,11 @@ class ParallelForward:
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         inputs = {name: leaf for name, leaf in leaves_with_names(args, kwargs) if isinstance(leaf, Tensor)}
-        check_same_inputs(list(inputs.values()), list(inputs), range(self._plan.world))
-        with Progress(shown=self._rank == 0) as progress:
+        check_same_inputs(list(inputs.values()), list(inputs), range(self.plan.world))
+        with Progress(shown=self.rank == 0) as progress:
             captured, program = self._agreed_program(args, kwargs, progress)
             assemblies = _assemblies(program)
-            for name in sorted(set().union(*(each.all_groups for each in assemblies.values()))):
-                self._communicators.create([name])
+            self._communicators.create(set().union(*(each.all_groups for each in assemblies.values())))
             graphs = [
                 compile_graph(self._communicators.resolve(graph), backend=self._backend, progress=progress)
                 for graph in (program.forward, program.backward)
@@ -127,8 +132,8 @@ class ParallelForward:
         outcome = "a program"
         try:
             progress("capturing the model")
-            captured = capture(self._forward, self._module, args, kwargs)
-            program = run_passes(captured.program, self._plan, self._rank, progress=progress)
+            captured = capture(self.original, self._module, args, kwargs)
+            program = run_passes(captured.program, self.plan, self.rank, progress=progress)
             events = program_events(program)
         except Exception as error:
             failure, events = error, []
@@ -136,7 +141,7 @@ class ParallelForward:
         progress("agreeing with the other ranks")
         fingerprint = {
             "the version of torch": torch.__version__,
-            "the plan": self._plan.to_json(),
+            "the plan": self.plan.to_json(),
             "the backend": self._backend,
             "what compiling the call gives": outcome,
         }
@@ -151,7 +156,7 @@ class ParallelForward:
 
     def _warn_of_stale_optimizer(self) -> None:
         finding = self._watch.finding()
-        if finding is not None and self._rank == 0:
+        if finding is not None and self.rank == 0:
             warnings.warn(finding, stacklevel=5)  # at the call of the module
 
     def __deepcopy__(self, memo: object) -> NoReturn:

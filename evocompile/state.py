@@ -24,12 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
 from .errors import StateError
-
-
-def shard_rows(size: int, degree: int, index: int) -> tuple[int, int]:
-    """The rows [lo, hi) of `size` that rank `index` of `degree` holds: `torch.chunk`'s and DTensor's cut."""
-    rows = -(-size // degree)
-    return min(index * rows, size), min((index + 1) * rows, size)
+from .passes.shard_states import shard_rows
 
 
 def state_mesh(world: int, degree: int, device_type: str) -> DeviceMesh:

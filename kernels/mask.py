@@ -199,18 +199,37 @@ def _junction(kind: Any, arguments: list[Boolean]) -> Boolean:
         if isinstance(each, Relational):
             settled |= {each: neutral, each.negated: sympy.Not(neutral)}
     others = [each.xreplace(settled) for each in flat if not isinstance(each, Relational)]
-    bounds: dict[Any, Relational] = {}
-    for each in flat:
-        if not isinstance(each, Relational):
-            continue
-        constant = each.rhs.as_coeff_Add()[0]
-        key = (type(each), each.lhs, each.rhs - constant) if isinstance(each, sympy.Le | sympy.Gt) else each
-        held = bounds.setdefault(key, each)
-        tighter = (constant < held.rhs.as_coeff_Add()[0]) == isinstance(each, sympy.Le)
-        if constant != held.rhs.as_coeff_Add()[0] and tighter == (kind is sympy.And):
-            bounds[key] = each
-    result = kind(*bounds.values(), *others)
+    relations = _tightest(kind, [each for each in flat if isinstance(each, Relational)])
+    if relations is None:
+        return sympy.Not(neutral)
+    result = kind(*relations, *others)
     return result if set(result.args) <= set(arguments) else normalize(result)
+
+
+def _tightest(kind: Any, relations: list[Relational]) -> list[Relational] | None:
+    """Of bounds on one line of positions, only those that count; `None` where two of them settle the whole."""
+    conjunction = kind is sympy.And
+    kept: dict[Any, Relational] = {}
+    for each in relations:
+        key = (type(each), _line(each)) if isinstance(each, sympy.Le | sympy.Gt) else each
+        held = kept.setdefault(key, each)
+        if (_constant(each) < _constant(held)) == (isinstance(each, sympy.Le) == conjunction):
+            kept[key] = each
+    for each in kept.values():
+        lower = kept.get((sympy.Gt, _line(each))) if isinstance(each, sympy.Le) else None
+        gap = _constant(each) - _constant(lower) if lower is not None else None  # how many integers lie between
+        if gap is not None and (gap <= 0 if conjunction else gap >= 0):
+            return None
+    return list(kept.values())
+
+
+def _constant(relation: Relational) -> sympy.Integer:
+    return relation.rhs.as_coeff_Add()[0]
+
+
+def _line(relation: Relational) -> tuple[sympy.Expr, sympy.Expr]:
+    """What two bounds have in common that differ in their constants."""
+    return relation.lhs, relation.rhs - _constant(relation)
 
 
 # ---- text

@@ -185,6 +185,8 @@ def _demand(
     for node in reversed(graph.nodes):
         if node.op == "output":
             continue
+        if node.op == "call_function" and node.meta["val"] is None:
+            wanted[node][()] = None  # an assertion: it has no result, but must run
         made = _make_versions(node, wanted[node], natural[node], solutions.get(node))
         versions[node] = made
         for how in made.values():

@@ -105,16 +105,15 @@ def _unrepeated(k: fx.Node, v: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 def _before_repetition(node: fx.Node) -> fx.Node | None:
     """(B, Hk, T, D) of a (B, n·Hk, T, D) whose head h is head h // n; `None` where that is not seen."""
-    while _is(node, "contiguous", "clone"):
-        node = node.all_input_nodes[0]
+    node = _without_copies(node)
     if _is(node, "repeat_interleave"):
-        repeats, dim = (*node.args[1:], node.kwargs.get("repeats"), node.kwargs.get("dim"))[:2]
-        dim = node.kwargs.get("dim", dim)
+        given = dict(zip(("input", "repeats", "dim"), node.args, strict=False)) | node.kwargs
+        repeats, dim = given["repeats"], given.get("dim")
         source = node.all_input_nodes[0]
         return source if isinstance(repeats, int) and dim in (1, -3) and len(_shape(source)) == 4 else None
     if not _is(node, "reshape", "view"):
         return None
-    expanded = node.all_input_nodes[0]
+    expanded = _without_copies(node.all_input_nodes[0])
     if not _is(expanded, "expand"):
         return None
     inserted = expanded.all_input_nodes[0]
@@ -125,6 +124,12 @@ def _before_repetition(node: fx.Node) -> fx.Node | None:
     repeats = _shape(expanded)[2] if len(_shape(expanded)) == 5 else 0
     alike = _shape(expanded) == (batch, heads, repeats, *rest) and _shape(node) == (batch, heads * repeats, *rest)
     return source if alike else None
+
+
+def _without_copies(node: fx.Node) -> fx.Node:
+    while _is(node, "contiguous", "clone"):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _is(node: fx.Node, *names: str) -> bool:

@@ -33,6 +33,7 @@ class Builder:
         self.collectives: dict[fx.Node, Collective] = program.collectives if in_place else {}
         self.source: fx.Node | None = None
         self.fake_mode = _fake_mode(program.joint.graph)
+        self._known: dict[Any, Any] = {}
 
     def graph_module(self) -> fx.GraphModule:
         return fx.GraphModule(self.owner, self.graph)
@@ -55,14 +56,21 @@ class Builder:
         kwargs = dict(kwargs or {})
         name = self.source.name if self.source is not None and self.source.op == "call_function" else None
         node = self.graph.create_node("call_function", target, tuple(args), kwargs, name)
-        fake_args, fake_kwargs = fx.node.map_arg((tuple(args), kwargs), lambda n: n.meta["val"])
-        with self.fake_mode, torch.no_grad():
-            node.meta["val"] = target(*fake_args, **fake_kwargs)
+        node.meta["val"] = self._fake_value(target, tuple(args), kwargs)
         if self.source is not None and "stack_trace" in self.source.meta:
             node.meta["stack_trace"] = self.source.meta["stack_trace"]
         if layout is not None:
             self.layouts[node] = layout
         return node
+
+    def _fake_value(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the call gives on fake values; the same calls in the next layer are looked up, not run."""
+        key = _hashable((target, args, kwargs))
+        if key not in self._known:
+            fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
+            with self.fake_mode, torch.no_grad():
+                self._known[key] = target(*fake_args, **fake_kwargs)
+        return self._known[key]
 
     def group(self, purpose: str, mesh_axes: frozenset[str]) -> str:
         """Name of the communicator of the ranks that differ from this one only on `mesh_axes`."""
@@ -135,6 +143,19 @@ class Builder:
         if value.meta["val"].is_contiguous():
             return value
         return self.call(aten.clone.default, (value,), {"memory_format": torch.contiguous_format})
+
+
+def _hashable(value: Any) -> Any:
+    """A key for an argument: tensors by their metadata, everything else by its value and type (1 is not True)."""
+    if isinstance(value, fx.Node):
+        return _hashable(value.meta["val"])
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.stride(), value.dtype, value.device)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_hashable, value))
+    if isinstance(value, dict):
+        return tuple((name, _hashable(each)) for name, each in value.items())
+    return type(value), value
 
 
 def _fake_mode(graph: fx.Graph) -> Any:

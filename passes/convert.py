@@ -18,8 +18,8 @@ aten = torch.ops.aten
 def convert(builder: Builder, value: fx.Node, have: Layout, want: Layout) -> fx.Node:
     """`value`, laid out as `have`, laid out as `want`.
 
-    In this order: sum what is pending, gather the factors that must be whole, keep only this rank's positions of
-    those that must be split. To a pending sum, a split value is spread into zeros, which costs no communication.
+    In this order: sum what is pending, gather the factors that must be whole or split otherwise, keep only this rank's
+    positions of those that must be split. To a pending sum, a split value is spread into zeros, which costs no communication.
     """
     if want.partial - have.partial:
         return _spread(builder, value, have, want)
@@ -33,10 +33,10 @@ def convert(builder: Builder, value: fx.Node, have: Layout, want: Layout) -> fx.
     factors = [factor for dim in have_dims for factor in dim]
     targets = [factor for dim in want_dims for factor in dim]
     for dim, (factor, target) in enumerate(zip(factors, targets, strict=True)):
-        if factor.split and not target.split:
+        if factor.split and factor != target:
             value = _gather(builder, value, dim, factor)
     for dim, (factor, target) in enumerate(zip(factors, targets, strict=True)):
-        if target.split and not factor.split:
+        if target.split and factor != target:
             assert target.axis is not None
             value = _index(builder, value, dim, builder.sharding.intervals(target.axis))
     if any(len(dim) != 1 for dim in want_dims) or len(targets) != len(want.dims):

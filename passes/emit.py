@@ -97,18 +97,20 @@ def _is_split(dim: Dim) -> bool:
 
 
 def _slice(builder: Builder, node: fx.Node, results: Any, layouts: Any, operands: list[fx.Node]) -> fx.Node:
-    dim, offset = window_of(node) or (0, 0)
-    if not _is_split(layouts[0].dims[dim]) or canonical(layouts[0]) == canonical(results[0]):
+    window = window_of(node)
+    if window is None or not _is_split(layouts[0].dims[window[0]]) or canonical(layouts[0]) == canonical(results[0]):
         return _same(builder, node, operands)
+    dim, offset = window
     lo = _before(builder, layouts[0].dims[dim], offset)
     count = builder.sharding.local_shape(results[0])[dim]
     return builder.call(aten.slice.Tensor, (operands[0], dim, lo, lo + count))
 
 
 def _slice_scatter(builder: Builder, node: fx.Node, results: Any, layouts: Any, operands: list[fx.Node]) -> fx.Node:
-    dim, offset = window_of(node) or (0, 0)
-    if not _is_split(results[0].dims[dim]):
+    window = window_of(node)
+    if window is None or not _is_split(results[0].dims[window[0]]):
         return _same(builder, node, operands)
+    dim, offset = window
     lo = _before(builder, results[0].dims[dim], offset)
     count = builder.sharding.local_shape(layouts[1])[dim]
     return builder.call(aten.slice_scatter.default, (*operands, dim, lo, lo + count))
@@ -126,26 +128,28 @@ def _constant_pad(builder: Builder, node: fx.Node, results: Any, layouts: Any, o
 
 
 def _select(builder: Builder, node: fx.Node, results: Any, layouts: Any, operands: list[fx.Node]) -> fx.Node:
-    """Where the selected position is another rank's: zeros, for the sum that is pending."""
+    """Where the selected position is another rank's: zeros, for the sum that is pending.
+
+    Zeros made of nothing would leave the operand, and with it this rank's part in collectives, dead.
+    """
     dim, position = _selected(node, 1, layouts[0])
     if not _is_split(layouts[0].dims[dim]):
         return _same(builder, node, operands)
-    local = _before(builder, layouts[0].dims[dim], position)
-    if _before(builder, layouts[0].dims[dim], position + 1) > local:
-        return builder.call(aten.select.int, (operands[0], dim, local))
-    like = operands[0].meta["val"]
-    shape = [size for i, size in enumerate(like.shape) if i != dim]
-    return builder.call(aten.full.default, (shape, 0), {"dtype": like.dtype, "device": like.device})
+    lo, hi = (_before(builder, layouts[0].dims[dim], p) for p in (position, position + 1))
+    held = builder.call(aten.slice.Tensor, (operands[0], dim, lo, hi))
+    padding = [0, 0] * (len(layouts[0].dims) - 1 - dim) + [0, 1 - (hi - lo)]
+    padded = builder.call(aten.constant_pad_nd.default, (held, padding, 0))
+    return builder.call(aten.select.int, (padded, dim, 0))
 
 
 def _select_scatter(builder: Builder, node: fx.Node, results: Any, layouts: Any, operands: list[fx.Node]) -> fx.Node:
     dim, position = _selected(node, 2, results[0])
     if not _is_split(results[0].dims[dim]):
         return _same(builder, node, operands)
-    local = _before(builder, results[0].dims[dim], position)
-    if _before(builder, results[0].dims[dim], position + 1) > local:
-        return builder.call(aten.select_scatter.default, (*operands, dim, local))
-    return builder.call(aten.clone.default, (operands[0],))
+    lo, hi = (_before(builder, results[0].dims[dim], p) for p in (position, position + 1))
+    row = builder.call(aten.unsqueeze.default, (operands[1], dim))
+    held = builder.call(aten.slice.Tensor, (row, dim, 0, hi - lo))
+    return builder.call(aten.slice_scatter.default, (operands[0], held, dim, lo, hi))
 
 
 def _selected(node: fx.Node, argument_of_dim: int, layout: Layout) -> tuple[int, int]:

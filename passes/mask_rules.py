@@ -143,7 +143,7 @@ MOVES: dict[Any, Move] = {
     aten.transpose: _transposed,
     aten.slice: _sliced,
     aten.select: _selected,
-    aten.flip: _flipped,
+    **dict.fromkeys((aten.flip, prims.rev), _flipped),
 }
 
 
@@ -381,7 +381,11 @@ VALUES: dict[Any, Rule] = {
 }
 
 
-READERS = {*MOVES, aten.index, aten.gather}  # operators whose result holds elements of their first operand
+def passes_on(node: fx.Node) -> bool:
+    """Whether a result's elements are elements of an operand, moved or shifted by a constant."""
+    packet = getattr(node.target, "overloadpacket", None)
+    shifted = packet in (aten.add, aten.sub) and len(node.all_input_nodes) == 1
+    return shifted or packet in MOVES or packet in (aten.index, aten.gather)
 
 
 def element(reader: Reader, node: fx.Node, coordinates: Coordinates) -> Value:

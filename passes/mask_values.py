@@ -120,12 +120,22 @@ def truth(domain: Domain, value: Value) -> Boolean:
 
 def compare(domain: Domain, relation: type[Relational], left: Value, right: Value) -> Boolean:
     """The condition under which two values are related."""
-    held = [
-        sympy.And(left_condition, right_condition, _related(relation, left_number, right_number))
+    pairs = [
+        (domain.settle(sympy.And(left_condition, right_condition)), _related(relation, left_number, right_number))
         for left_condition, left_number in cases_of(left)
         for right_condition, right_number in cases_of(right)
     ]
-    return domain.settle(sympy.Or(*held))
+    if len(pairs) == 2:  # the two conditions are each other's negation
+        return _either(domain, pairs[0][0], pairs[0][1], pairs[1][1])
+    return domain.settle(sympy.Or(*(sympy.And(*pair) for pair in pairs)))
+
+
+def _either(domain: Domain, condition: Boolean, held: Boolean, otherwise: Boolean) -> Boolean:
+    """`held` where the condition is true, else `otherwise`; as a conjunction where that is the same."""
+    implied = domain.settle(sympy.And(condition, sympy.Not(otherwise))) == sympy.false
+    if implied and domain.settle(sympy.And(sympy.Not(condition), sympy.Not(held))) == sympy.false:
+        return domain.settle(sympy.And(held, otherwise))
+    return domain.settle(sympy.Or(sympy.And(condition, held), sympy.And(sympy.Not(condition), otherwise)))
 
 
 def _related(relation: type[Relational], left: sympy.Expr, right: sympy.Expr) -> Boolean:
@@ -156,7 +166,7 @@ def combine(domain: Domain, function: Callable[..., Any], *values: Value) -> Cas
 def choose(domain: Domain, condition: Boolean, held: Value, otherwise: Value) -> Value:
     """`held` where the condition is true, else `otherwise`."""
     if not isinstance(held, tuple) and not isinstance(otherwise, tuple):
-        return domain.settle((condition & held) | (~condition & otherwise))
+        return _either(domain, condition, held, otherwise)
     branches = [(condition, cases_of(held)), (sympy.Not(condition), cases_of(otherwise))]
     merged: dict[sympy.Expr, Boolean] = {}
     for branch, cases in branches:

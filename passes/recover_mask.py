@@ -26,7 +26,7 @@ from evocompile.program import source_line, val
 from evocompile.torch_private import is_fake, outside_fake_mode
 
 from .mask_documents import position_ids, with_steps_of_one
-from .mask_rules import READERS, Coordinates, broadcast, element
+from .mask_rules import Coordinates, broadcast, element, passes_on
 from .mask_values import Domain, Unproven, Value, cases_of, constant, single
 
 aten = torch.ops.aten
@@ -87,7 +87,7 @@ class MaskRecovery:
             if known is not None:
                 return known
         layout = self._layout(node, coordinates)
-        if layout and not free and getattr(node.target, "overloadpacket", None) not in READERS:
+        if layout and not free and not passes_on(node):
             return self._table(node, *layout)
         if not layout and node.op != "call_function":
             shape = tuple(val(node).shape)
@@ -153,8 +153,8 @@ class MaskRecovery:
         fake = val(node)
         try:
             value = self.value(node, broadcast(fake.shape, (B, H, Q, K)))
-        except Unproven as error:
-            raise _refusal(node, str(error)) from None
+        except Unproven as error:  # an input of the model, which has no source line
+            raise _refusal(next(iter(node.users)), str(error)) from None
         except RecursionError:
             raise _refusal(node, "it takes too many operators") from None
         condition = _attends(node, value, fake.dtype) if isinstance(value, tuple) else value

@@ -7,6 +7,7 @@ shards so that no rank ever keeps a whole layer between forward and backward.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 
 import torch
@@ -81,8 +82,11 @@ def _ancestors(graph: fx.Graph, roots: list[fx.Node | None]) -> set[fx.Node]:
     for node in reversed(graph.nodes):
         if node in needed:
             needed.update(node.all_input_nodes)
-    # an exchange that only sends has no data user: its start and wait belong where its data is made
+    # An exchange that only sends has no data user: its start and wait belong where its data is made. The same goes
+    # for the single results of an operator with several, since only tensors can be saved, not tuples of them.
     for node in graph.nodes:
+        if node.target is operator.getitem and node.args[0] in needed:
+            needed.add(node)
         if node in needed or not _is_bare_exchange(node) or _is_of_backward(node):
             continue
         if all(each in needed for each in node.all_input_nodes):

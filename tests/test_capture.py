@@ -378,6 +378,35 @@ def test_parameters_on_meta_and_a_device_to_run_on():
     assert len(gradients) == 5 and None not in gradients
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_device_that_is_not_there():
+    module = Small()
+    with pytest.raises(InputError, match="device cuda"):
+        capture(module.first.forward, module.first, (torch.ones(2, 4),), {}, device=torch.device("cuda"))
+
+
+def test_names_that_collide_or_are_no_identifiers():
+    class Colliding(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Module()
+            self.a.b_c = nn.Parameter(torch.full((3,), 2.0))
+            self.a_b = nn.Module()
+            self.a_b.c = nn.Parameter(torch.full((3,), 3.0))
+            self.layers = nn.Sequential(nn.Linear(3, 3))
+
+        def forward(self, a_b_c):
+            return (self.layers(a_b_c) * self.a.b_c - self.a_b.c).sum()
+
+    module, x = Colliding(), torch.ones(2, 3)
+    captured = capture(module.forward, module, (), {"a_b_c": x})
+    got = run(captured, module, {"a_b_c": x})
+    torch.testing.assert_close(got[OutputKind.USER]["0"], module(x).detach())
+    sequential = nn.Sequential(nn.Linear(3, 3))
+    captured = capture(sequential.forward, sequential, (x,), {})
+    torch.testing.assert_close(run(captured, sequential, {"args[0]": x})[OutputKind.USER]["0"], sequential(x).detach())
+
+
 def test_capture_restores_the_module_and_leaves_no_state_also_after_an_error():
     module, ids = mlp(), ids_of()
     before = {**dict(module.named_parameters()), **dict(module.named_buffers())}

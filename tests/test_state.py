@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from evocompile.passes.shard_states import shard_rows
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -21,7 +22,6 @@ from evocompile.state import (
     gather_from_ranks,
     local_shard,
     shard_parameters,
-    shard_rows,
     state_mesh,
     state_record,
 )

@@ -63,8 +63,10 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def result_shapes(node: fx.Node) -> list[tuple[int, ...] | None]:
-    """Shapes of the results; None for a result that is no tensor."""
+    """Shapes of the results; None for a result that is no tensor. An assertion has none."""
     value = node.meta["val"]
+    if value is None:
+        return []
     values = value if isinstance(value, (tuple, list)) else (value,)
     return [tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in values]
 

@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import evocompile.kernels.attention  # noqa: F401
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,11 +17,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from evocompile import EvocompileError, InputError, Plan, PlanError, Shard, StateError, compile, parallelize
 from evocompile.collectives import pending_works
-from evocompile.errors import EvocompileError, InputError, PlanError, StateError
-from evocompile.lazy import LazyOutput
-from evocompile.parallelize import check_backend, compile, parallelize
-from evocompile.plan import Plan, Shard
+from evocompile.lazy import LazyOutput, _Value
+from evocompile.parallelize import check_backend
 from evocompile.runtime import Progress, parallel_forward
 from tests.distributed.launch import launch, run_ranks
 
@@ -150,6 +148,15 @@ def logits_beside_a_loss_are_lazy() -> None:
     loss = outputs["loss"] + outputs["logits"].square().mean()
     with pytest.raises(EvocompileError, match="a gradient reached output 1"):
         loss.backward()
+
+
+def a_lazy_output_may_be_an_input() -> None:
+    model, labels = parallel(), batch()["labels"]
+    lazy = LazyOutput(
+        _Value(labels[:1], lambda part: labels), "output 0", labels.shape, labels.dtype, labels.device, False
+    )
+    expected = Tiny()(**batch())["loss"]
+    torch.testing.assert_close(model(batch()["ids"], labels=lazy)["loss"], expected)
 
 
 def without_a_scalar_outputs_are_whole_and_differentiable() -> None:
@@ -306,6 +313,7 @@ FACTS: tuple[Callable[[], None], ...] = (
     losses_gradients_and_steps_are_those_of_one_device,
     gradients_accumulate_and_graphs_are_retained,
     logits_beside_a_loss_are_lazy,
+    a_lazy_output_may_be_an_input,
     without_a_scalar_outputs_are_whole_and_differentiable,
     evaluation_is_a_variant_of_its_own,
     each_signature_is_compiled_once,
