@@ -289,6 +289,7 @@ def _copy_named(old: fx.Graph, inputs: list[Input]) -> tuple[fx.Graph, dict[fx.N
         if node.op in ("placeholder", "output"):
             continue
         new[node] = new[node.args[0]] if node.target in _IDENTITIES else graph.node_copy(node, new.__getitem__)
+        new[node].meta.setdefault("val", None)  # an assertion has no result
     return graph, new
 
 

@@ -52,7 +52,7 @@ def rematerialize(program: Program) -> Program:
         for node, each in zip(placeholders(joint.graph), program.inputs, strict=True)
         if each.kind is InputKind.TANGENT
     }
-    in_forward = _ancestors(joint.graph, results) | (set(placeholders(joint.graph)) - tangents)
+    in_forward = _ancestors(joint.graph, [*results, *_assertions(joint.graph, tangents)]) | (set(placeholders(joint.graph)) - tangents)
     again = _recomputable(joint.graph, in_forward)
     in_backward = _needed(joint.graph, gradients, in_forward, again)
     saved = [
@@ -70,6 +70,15 @@ def rematerialize(program: Program) -> Program:
         incoming = [*saved, *_inputs(joint.graph, tangents, True)]
         backward = _extract(program, in_backward, incoming, gradients, True, collectives, layouts)
     return replace(program, joint=None, forward=forward, backward=backward, collectives=collectives, layouts=layouts)
+
+
+def _assertions(graph: fx.Graph, tangents: set[fx.Node]) -> list[fx.Node]:
+    """Nodes without a result, run for their effect, that do not depend on a tangent."""
+    of_backward = set(tangents)
+    for node in graph.nodes:
+        if any(each in of_backward for each in node.all_input_nodes):
+            of_backward.add(node)
+    return [node for node in graph.nodes if node.meta.get("val", node) is None and node not in of_backward]
 
 
 def _inputs(graph: fx.Graph, tangents: set[fx.Node], want_tangents: bool) -> list[fx.Node]:
