@@ -26,7 +26,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Inspection:
-    """What `inspect` returns: print it, or look at its parts.
+    """What `inspect` returns: print it for a summary, look at `stages` for the graphs.
 
     stages: the graph after every pass, as text, by the pass' name.
     """
@@ -36,7 +36,7 @@ class Inspection:
 
     def __str__(self) -> str:
         parts = [summary(self.program), collectives_table(self.program), notes_table(self.program)]
-        parts += [f"=== after {name} ===\n{text}" for name, text in self.stages.items()]
+        parts.append(f"graphs, as text in .stages: {', '.join(self.stages)}")
         return "\n\n".join(part for part in parts if part)
 
 
@@ -62,7 +62,9 @@ def inspect(
     parallel = parallel_forward(model)
     if inputs is None:
         if parallel is None or parallel.last_captured is None:
-            raise PlanError("inspect() without inputs shows what a parallelized model compiled, and there is nothing: pass inputs")
+            raise PlanError(
+                "inspect() without inputs shows what a parallelized model compiled, and there is nothing: pass inputs"
+            )
         captured, plan, rank = parallel.last_captured, parallel.plan, parallel.rank
     else:
         args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
@@ -85,7 +87,7 @@ def summary(program: Program) -> str:
     lines = [
         f"plan: {program.plan}",
         f"rank {program.rank} of {program.mesh.world}, at "
-        + ", ".join(f"{axis} {i}" for axis, i in program.coordinate.items()),
+        + ", ".join(f"{axis} {program.coordinate[axis]}" for axis, _ in program.mesh.axes),
         f"parameters: {len(parameters)}, {elements:,} elements, sharded over {program.plan.shard_degrees.params} ranks",
         f"sent per step: {sent:,} bytes in {len(program.collectives)} collectives",
     ]
@@ -107,7 +109,9 @@ def collectives_table(program: Program) -> str:
                 each = program.collectives[node]
                 rows.append((name, each.kind, each.group, f"{each.sent:,}", each.why))
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return "\n".join("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows)
+    return "\n".join(
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows
+    )
 
 
 def notes_table(program: Program) -> str:
@@ -137,7 +141,7 @@ def _node_lines(program: Program, graph: fx.Graph) -> list[str]:
 def _node_line(program: Program, node: fx.Node) -> str:
     if node.op == "output":
         return f"return {_format(node.args[0])}"
-    layout = f" {program.layouts[node]}" if node in program.layouts else ""
+    layout = _layout(program, node)
     left = f"{node.name}: {_type(node.meta.get('val'))}{layout}"
     if node.op == "placeholder":
         return left
@@ -149,6 +153,17 @@ def _node_line(program: Program, node: fx.Node) -> str:
         each = program.collectives[node]
         line += f"  # {each.kind} over {each.group}, {each.sent:,} bytes: {each.why}"
     return line
+
+
+def _layout(program: Program, node: fx.Node) -> str:
+    if node in program.layouts:
+        return f" {program.layouts[node]}"
+    if program.annotations is None:
+        return ""
+    natural = program.annotations.natural.get(node, ())
+    count = len(program.annotations.versions.get(node, ()))
+    needed = "" if count == 1 else f" needed in {count} versions"
+    return "".join(f" {layout}" for layout in natural) + needed
 
 
 def _format(value: Any) -> str:

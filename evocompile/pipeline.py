@@ -29,7 +29,7 @@ def run_passes(
     for each in PASSES:
         missing = each.requires - program.facts
         if missing:
-            raise VerificationError(f"pass {each.name} requires {', '.join(sorted(missing))}: no earlier pass provides it")
+            raise VerificationError(f"pass {each.name} requires {', '.join(sorted(missing))}; no earlier pass gives it")
         if progress is not None:
             progress(f"pass {each.name}")
         start = time.perf_counter()

@@ -75,6 +75,12 @@ class Plan:
         if self.shard is not None and self.replicas % self.shard.params:
             raise PlanError(f"{self.shard} does not divide the {self.replicas} replicas dp*cp of this plan")
 
+    def __str__(self) -> str:
+        """The plan as one would write it: what has its default is left out."""
+        fields = [(field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self)]
+        written = [f"{name}={value!r}" for name, value, default in fields if name in ("dp", "cp") or value != default]
+        return f"Plan({', '.join(written)})"
+
     @property
     def world(self) -> int:
         """Number of ranks: the product of the degrees."""

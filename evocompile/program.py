@@ -94,6 +94,37 @@ class Note:
     bytes: int = 0
 
 
+Version = tuple[Layout, ...]  # one layout for each result of a node
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Make a version of a node by running its operator on these versions of its operands."""
+
+    operands: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Make a version of a node by converting another one: reduce, gather, index."""
+
+    source: Version
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """What `annotate` decides and `localize` carries out.
+
+    natural:  the layouts in which each node comes out by itself.
+    versions: the versions of each node that are needed, and how each is made.
+    outputs:  the layout in which each output leaves; None for an output that is None.
+    """
+
+    versions: dict[fx.Node, dict[Version, Compute | Convert]]
+    natural: dict[fx.Node, Version]
+    outputs: list[Layout | None]
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """The program after one pass, as text, taken for `inspect`."""
@@ -125,6 +156,7 @@ class Program:
     forward: fx.GraphModule | None = None
     backward: fx.GraphModule | None = None
     sharding: Sharding | None = None
+    annotations: Annotations | None = None
     layouts: dict[fx.Node, Layout] = field(default_factory=dict)
     collectives: dict[fx.Node, Collective] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import evocompile.kernels.attention  # registers the operators that the passes rewrite
+import evocompile.kernels.attention  # noqa: F401 (registers the operators that the passes rewrite)
 from evocompile.program import Pass
 
+from .annotate import annotate
 from .canonicalize import canonicalize
 from .localize import localize
 from .rematerialize import rematerialize
@@ -13,7 +14,8 @@ from .split_attention import split_attention
 
 PASSES = (
     Pass("canonicalize", canonicalize, frozenset({"captured"}), frozenset({"canonical attention"})),
-    Pass("localize", localize, frozenset({"canonical attention"}), frozenset({"local shapes"})),
+    Pass("annotate", annotate, frozenset({"canonical attention"}), frozenset({"annotations"})),
+    Pass("localize", localize, frozenset({"annotations"}), frozenset({"local shapes"})),
     Pass("split_attention", split_attention, frozenset({"local shapes"}), frozenset({"attention steps"})),
     Pass("shard_states", shard_states, frozenset({"local shapes"}), frozenset({"sharded states"})),
     Pass(

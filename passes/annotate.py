@@ -14,45 +14,34 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import fx
 
 from evocompile.errors import ShardingError
 from evocompile.layout import Axis, Factor, Layout, Sharding, Split
-from evocompile.program import InputKind, Note, Output, OutputKind, Program, nbytes, output_values, placeholders, source_line
+from evocompile.program import (
+    Annotations,
+    Compute,
+    Convert,
+    InputKind,
+    Note,
+    Output,
+    OutputKind,
+    Program,
+    Version,
+    nbytes,
+    output_values,
+    placeholders,
+    source_line,
+)
 
 from .rules import dims_of
 from .rules.attention import ATTENTION, ATTENTION_BACKWARD, attention_solution
 from .rules.base import label_sizes, operands_of, result_shapes
 from .rules.solve import Solution, canonical, forward, pull
 from .rules.windows import window_pull, window_solution
-
-Version = tuple[Layout, ...]  # one layout for each result of a node
-
-
-@dataclass(frozen=True)
-class Compute:
-    """Run the operator on these versions of its operands."""
-
-    operands: tuple[Layout, ...]
-
-
-@dataclass(frozen=True)
-class Convert:
-    """Convert another version of the same node: reduce, gather, index."""
-
-    source: Version
-
-
-@dataclass(frozen=True)
-class Annotations:
-    """The result: for every node the versions that are needed and how each is made, and the outputs' layouts."""
-
-    versions: dict[fx.Node, dict[Version, Compute | Convert]]
-    natural: dict[fx.Node, Version]
-    outputs: list[Layout | None]
 
 
 def splits_of(program: Program) -> dict[str, Split]:
@@ -68,13 +57,14 @@ def splits_of(program: Program) -> dict[str, Split]:
     return splits
 
 
-def annotate(program: Program) -> Annotations:
-    """Layouts and versions for the joint graph at global shapes; sets `program.sharding`."""
+def annotate(program: Program) -> Program:
+    """The program with `sharding` and `annotations` for its joint graph, which is still at global shapes."""
     assert program.joint is not None
-    program.sharding = Sharding(splits_of(program), program.coordinate)
+    program = replace(program, sharding=Sharding(splits_of(program), program.coordinate))
     natural, solutions = _natural(program)
     outputs = _output_layouts(program, natural)
-    return Annotations(_demand(program, natural, solutions, outputs), natural, outputs)
+    versions = _demand(program, natural, solutions, outputs)
+    return replace(program, annotations=Annotations(versions, natural, outputs))
 
 
 def _natural(program: Program) -> tuple[dict[fx.Node, Version], dict[fx.Node, Solution]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import fx
@@ -19,7 +20,7 @@ def convert(builder: Builder, value: fx.Node, have: Layout, want: Layout) -> fx.
     """`value`, laid out as `have`, laid out as `want`.
 
     In this order: sum what is pending, gather the factors that must be whole or split otherwise, keep only this rank's
-    positions of those that must be split. To a pending sum, a split value is spread into zeros, which costs no communication.
+    positions of those that must be split. To a pending sum, a split value is spread into zeros, without communication.
     """
     if want.partial - have.partial:
         return _spread(builder, value, have, want)
@@ -58,7 +59,7 @@ def _align(have: Layout, want: Layout) -> tuple[list[Dim], list[Dim]]:
 def _common_sizes(a: Dim, b: Dim) -> list[int]:
     """Factor sizes of the common refinement; a split factor is never divided."""
     cuts = sorted({*_ends(a), *_ends(b)} | {1})
-    return [hi // lo for lo, hi in zip(cuts, cuts[1:], strict=False)]
+    return [hi // lo for lo, hi in pairwise(cuts)]
 
 
 def _ends(dim: Dim) -> list[int]:
@@ -122,9 +123,7 @@ def _gather(builder: Builder, value: fx.Node, dim: int, factor: Factor) -> fx.No
         for index, intervals in enumerate(held)
         for (lo, hi), offset in zip(intervals, _offsets(intervals), strict=True)
     ]
-    parts = [
-        builder.call(aten.slice.Tensor, (value, 0, start, start + length)) for _, start, length in sorted(pieces)
-    ]
+    parts = [builder.call(aten.slice.Tensor, (value, 0, start, start + length)) for _, start, length in sorted(pieces)]
     value = parts[0] if len(parts) == 1 else builder.call(aten.cat.default, (parts, 0))
     return builder.call(aten.permute.default, (value, back)) if dim else value
 

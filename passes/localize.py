@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from torch import fx
 
-from evocompile.program import Program, output_values
+from evocompile.program import Annotations, Compute, Program, Version, output_values
 
-from .annotate import Annotations, Compute, Version, annotate, output_table
+from .annotate import output_table
 from .build import Builder
 from .convert import convert
 from .emit import emit
@@ -24,9 +24,8 @@ from .rules.solve import canonical
 
 def localize(program: Program) -> Program:
     """The program at this rank's shapes. Gradients leave as sums still pending (see their layouts)."""
-    assert program.joint is not None
-    annotations = annotate(program)
-    assert program.sharding is not None
+    assert program.joint is not None and program.annotations is not None
+    annotations = program.annotations
     builder = Builder(program)
     made: dict[tuple[fx.Node, Version], fx.Node] = {}
     for node in program.joint.graph.nodes:
@@ -49,6 +48,7 @@ def localize(program: Program) -> Program:
     return replace(
         program,
         joint=builder.graph_module(),
+        annotations=None,
         layouts=builder.layouts,
         collectives=builder.collectives,
         outputs=output_table(program, annotations.outputs),
@@ -77,5 +77,3 @@ def _compute(
 def _with_names(version: Version, natural: Version) -> Version:
     """The version, with the names that the natural layout gives to its axes where they are the same data."""
     return tuple(n if canonical(n) == v else v for v, n in zip(version, natural, strict=True))
-
-

@@ -27,7 +27,7 @@ from evocompile.torch_private import is_fake, outside_fake_mode
 
 from .mask_documents import position_ids, with_steps_of_one
 from .mask_rules import Coordinates, broadcast, element, passes_on
-from .mask_values import Domain, Unproven, Value, cases_of, constant, single
+from .mask_values import Cases, Domain, Unproven, Value, constant, single
 
 aten = torch.ops.aten
 
@@ -157,18 +157,39 @@ class MaskRecovery:
             raise _refusal(next(iter(node.users)), str(error)) from None
         except RecursionError:
             raise _refusal(node, "it takes too many operators") from None
-        condition = _attends(node, value, fake.dtype) if isinstance(value, tuple) else value
+        condition = self._attends(node, value) if isinstance(value, tuple) else value
         condition = self.domain.settle(with_steps_of_one(self.domain.settle(condition), self._positions_of()))
         outside = condition.xreplace(dict.fromkeys(condition.atoms(AppliedUndef), sympy.S.Zero))
         if B in outside.free_symbols:
             raise _refusal(node, "it depends on the number of the batch row, not only on that row's data")
         return condition
 
+    def _attends(self, node: fx.Node, value: Cases) -> Boolean:
+        """Where an additive mask is 0. Elsewhere it must be -inf or as low as a finite number goes."""
+        dtype = val(node).dtype
+        if not dtype.is_floating_point:
+            raise _refusal(node, f"a mask of {dtype} is neither bool nor additive")
+        lowest = max(torch.finfo(dtype).min, torch.finfo(torch.bfloat16).min)
+        others = [number for _, number in value if number != 0]
+        for number in others:
+            if not number <= lowest:
+                raise _refusal(node, f"it adds {sympy.N(number, 6)} to scores, which is neither 0 nor -inf")
+        condition = sympy.Or(*(condition for condition, number in value if number == 0))
+        if any(number != -sympy.oo for number in others) and not self._reaches_every_query(condition):
+            reason = "a query that attends nowhere would average over all keys: use a bool mask, or -inf"
+            raise _refusal(node, f"it masks with a finite number, {sympy.N(others[0], 6)}, and {reason}")
+        return condition
+
+    def _reaches_every_query(self, condition: Boolean) -> bool:
+        """Whether every query attends to its own position, or every query to the first one, whatever the data."""
+        own = self.domain.queries <= self.domain.keys and self.domain.settle(condition.xreplace({K: Q}))
+        return sympy.true in (own, self.domain.settle(condition.xreplace({K: sympy.S.Zero})))
+
     def _positions_of(self) -> dict[int, int]:
         """Tables of document numbers -> the tables of position ids that they come from (see `mask_documents`)."""
         found = {}
-        for index, (node, _, _) in enumerate(list(self._tables)):
-            source = position_ids(node)
+        for index, (node, layout, _) in enumerate(list(self._tables)):
+            source = position_ids(node) if layout[-1:] == ("position",) else None
             if source is None:
                 continue
             value = self.value(source, broadcast(val(source).shape, (B, K)))
@@ -210,17 +231,6 @@ def _refusal(node: fx.Node, reason: str) -> MaskError:
         f"{source_line(node)}\n  An attention mask comes from here that cannot be proven to be a function of positions "
         f"and input tables: {what}: {reason}.\n  {_WAY_OUT}."
     )
-
-
-def _attends(node: fx.Node, value: Value, dtype: torch.dtype) -> Boolean:
-    """Where an additive mask is 0. Elsewhere it must be -inf or as low as a finite number goes."""
-    if not dtype.is_floating_point:
-        raise _refusal(node, f"a mask of {dtype} is neither bool nor additive")
-    lowest = max(torch.finfo(dtype).min, torch.finfo(torch.bfloat16).min)
-    for _, number in cases_of(value):
-        if number != 0 and not number <= lowest:
-            raise _refusal(node, f"it adds {sympy.N(number, 6)} to scores, which is neither 0 nor -inf")
-    return sympy.Or(*(condition for condition, number in cases_of(value) if number == 0))
 
 
 def _input_free(graph_module: fx.GraphModule) -> dict[fx.Node, int]:

@@ -52,7 +52,9 @@ def rematerialize(program: Program) -> Program:
         for node, each in zip(placeholders(joint.graph), program.inputs, strict=True)
         if each.kind is InputKind.TANGENT
     }
-    in_forward = _ancestors(joint.graph, [*results, *_assertions(joint.graph, tangents)]) | (set(placeholders(joint.graph)) - tangents)
+    in_forward = _ancestors(joint.graph, [*results, *_assertions(joint.graph, tangents)]) | (
+        set(placeholders(joint.graph)) - tangents
+    )
     again = _recomputable(joint.graph, in_forward)
     in_backward = _needed(joint.graph, gradients, in_forward, again)
     saved = [
@@ -64,7 +66,9 @@ def rematerialize(program: Program) -> Program:
     has_backward = bool(gradients)
     collectives: dict[fx.Node, Collective] = {}
     layouts: dict[fx.Node, Layout] = {}
-    forward = _extract(program, in_forward, _inputs(joint.graph, tangents, False), [*results, *saved], False, collectives, layouts)
+    forward = _extract(
+        program, in_forward, _inputs(joint.graph, tangents, False), [*results, *saved], False, collectives, layouts
+    )
     backward = None
     if has_backward:
         incoming = [*saved, *_inputs(joint.graph, tangents, True)]

@@ -40,7 +40,7 @@ def shard_states(program: Program) -> Program:
     (output,) = graph.find_nodes(op="output")
     returned = output_values(graph)
     starts = [
-        _reduce_gradient(builder, node, degree)
+        _reduce_gradient(builder, node, out.name, degree)
         if out.kind is OutputKind.GRADIENT and isinstance(node, fx.Node)
         else None
         for out, node in zip(program.outputs, returned, strict=True)
@@ -49,14 +49,12 @@ def shard_states(program: Program) -> Program:
     with graph.inserting_before(output):
         for i, (start, node) in enumerate(zip(starts, returned, strict=True)):
             if isinstance(node, fx.Node) and program.outputs[i].kind is OutputKind.GRADIENT:
-                returned[i] = _finish_gradient(builder, start, node, degree)
+                returned[i] = _finish_gradient(builder, start, node, program.outputs[i].name, degree)
     output.args = (returned,)
     return replace(program, joint=program.joint)
 
 
-def _gather_parameter(
-    builder: Builder, node: fx.Node, each: Input, degree: int, order: dict[fx.Node, int]
-) -> None:
+def _gather_parameter(builder: Builder, node: fx.Node, each: Input, degree: int, order: dict[fx.Node, int]) -> None:
     """The placeholder becomes the rank's shard; its users get the gathered parameter."""
     users = list(node.users)
     rows, rest = each.shape[0], list(each.shape[1:])
@@ -82,7 +80,7 @@ def _gather_parameter(
         user.replace_input_with(node, whole)
 
 
-def _reduce_gradient(builder: Builder, node: fx.Node, degree: int) -> fx.Node | None:
+def _reduce_gradient(builder: Builder, node: fx.Node, name: str, degree: int) -> fx.Node | None:
     """Starts the reduction right after the gradient is known; None if every rank already has the sum."""
     pending = builder.layouts[node].partial
     builder.source = node
@@ -92,13 +90,13 @@ def _reduce_gradient(builder: Builder, node: fx.Node, degree: int) -> fx.Node | 
     everywhere = pending == {axis for axis, count in mesh.axes if count > 1}
     with builder.graph.inserting_before(node.next):
         if degree == 1 or not everywhere or not node.meta["val"].shape:
-            return builder.all_reduce(node, builder.group("grads", pending), f"gradient {node.name}")
+            return builder.all_reduce(node, builder.group("grads", pending), f"gradient of {name}")
         padded = _pad_rows(builder, node, degree)
         group = group_name("grads", mesh.shard_group(rank, degree))
-        return builder.reduce_scatter(padded, group, f"gradient {node.name}")
+        return builder.reduce_scatter(padded, group, f"gradient of {name}")
 
 
-def _finish_gradient(builder: Builder, start: fx.Node | None, node: fx.Node, degree: int) -> fx.Node:
+def _finish_gradient(builder: Builder, start: fx.Node | None, node: fx.Node, name: str, degree: int) -> fx.Node:
     """Waits for the reduction and leaves the rank's shard, summed over all replicas."""
     builder.source = node
     shape = node.meta["val"].shape
@@ -113,7 +111,7 @@ def _finish_gradient(builder: Builder, start: fx.Node | None, node: fx.Node, deg
         value = builder.call(aten.slice.Tensor, (value, 0, 0, hi - lo))
     copies = group_name("grads.copies", mesh.replica_group(rank, degree))
     if len(group_ranks(copies)) > 1:
-        value = builder.wait(builder.all_reduce(value, copies, f"gradient {node.name} over the copies of its shard"))
+        value = builder.wait(builder.all_reduce(value, copies, f"gradient of {name} over the copies of its shard"))
     return value
 
 

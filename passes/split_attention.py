@@ -147,9 +147,7 @@ def _backward(builder: Builder, node: fx.Node) -> list[fx.Node]:
     return results
 
 
-def _fetch(
-    builder: Builder, ring: Ring, step: int, block: list[fx.Node], group: str, what: str
-) -> fx.Node | None:
+def _fetch(builder: Builder, ring: Ring, step: int, block: list[fx.Node], group: str, what: str) -> fx.Node | None:
     """Starts the exchange of blocks for `step`; None if this rank neither sends nor receives one."""
     if step not in ring.steps or not (ring.sends(step) or ring.receives(step)):
         return None
@@ -159,9 +157,7 @@ def _fetch(
     return builder.exchange(block, destination, source, shapes, block[0].meta["val"], group, f"{what}, step {step}")
 
 
-def _arrive(
-    builder: Builder, ring: Ring, step: int, coming: fx.Node | None, block: list[fx.Node]
-) -> list[fx.Node]:
+def _arrive(builder: Builder, ring: Ring, step: int, coming: fx.Node | None, block: list[fx.Node]) -> list[fx.Node]:
     if coming is None:
         return []
     return builder.receive(coming, _block_shapes(block, ring.keys[ring.source(step)]))
@@ -253,5 +249,3 @@ def _cast(builder: Builder, value: fx.Node, dtype: torch.dtype) -> fx.Node:
     if value.meta["val"].dtype == dtype:
         return value
     return builder.call(prims.convert_element_type.default, (value, dtype))
-
-

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import evocompile.kernels.attention  # registers the operators
 import torch
 from torch import fx
 

@@ -45,9 +45,7 @@ def is_pointwise(target: object) -> bool:
 def broadcast_labels(shape: tuple[int, ...], result: tuple[int, ...]) -> TensorLabels:
     """Labels of an operand broadcast to `result`, whose dim i has the label "d<i>"."""
     offset = len(result) - len(shape)
-    return tuple(
-        (f"d{i + offset}",) if size == result[i + offset] else () for i, size in enumerate(shape)
-    )
+    return tuple((f"d{i + offset}",) if size == result[i + offset] else () for i, size in enumerate(shape))
 
 
 def pointwise(node: fx.Node) -> Dims | None:
@@ -86,4 +84,4 @@ def factory(node: fx.Node) -> Dims:
     return Dims(operands=(), results=(numbered("d", len(result)),))
 
 
-RULES: dict[object, Rule] = {target: factory for target in FACTORIES}
+RULES: dict[object, Rule] = dict.fromkeys(FACTORIES, factory)

@@ -91,9 +91,16 @@ RULES: dict[object, Rule] = {
     ),
     **dict.fromkeys((aten.var.correction, aten.var_mean.correction, aten.std.correction), whole_reduction(3)),
     **dict.fromkeys(
-        (aten.cumsum.default, aten.cumprod.default, aten._softmax.default, aten._log_softmax.default, aten.sort.default),
+        (
+            aten.cumsum.default,
+            aten.cumprod.default,
+            aten._softmax.default,
+            aten._log_softmax.default,
+            aten.sort.default,
+        ),
         along_dim(),
     ),
-    **dict.fromkeys((aten.topk.default, aten._softmax_backward_data.default, aten._log_softmax_backward_data.default),
-                    along_dim(2)),
+    **dict.fromkeys(
+        (aten.topk.default, aten._softmax_backward_data.default, aten._log_softmax_backward_data.default), along_dim(2)
+    ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from itertools import pairwise
 
 import torch
 from torch import fx
@@ -26,9 +27,9 @@ def view_labels(source: tuple[int, ...], result: tuple[int, ...]) -> Dims:
     cuts_source, cuts_result = _prefix_products(source), _prefix_products(result)
     cuts = sorted({1, *cuts_source, *cuts_result})
     sizes: dict[str, int] = {}
-    if 0 in cuts or any(b % a for a, b in zip(cuts, cuts[1:], strict=False)):
+    if 0 in cuts or any(b % a for a, b in pairwise(cuts)):
         return _opaque_view(source, result)
-    for i, (lo, hi) in enumerate(zip(cuts, cuts[1:], strict=False)):
+    for i, (lo, hi) in enumerate(pairwise(cuts)):
         sizes[f"v{i}"] = hi // lo
 
     def labels(shape: tuple[int, ...], ends: list[int]) -> TensorLabels:

@@ -65,7 +65,7 @@ def window_solution(node: fx.Node, layouts: list[Layout], splits: Mapping[str, S
         return None
     dim, offset = window
     split = next((i for i, layout in enumerate(layouts) if _axis(layout.dims[dim])), None)
-    if split is None or len(layouts) == 2 and not _others_agree(layouts, dim):
+    if split is None or (len(layouts) == 2 and not _others_agree(layouts, dim)):
         return None
     axis = _axis(layouts[split].dims[dim])
     assert axis is not None

@@ -74,9 +74,7 @@ class PlainGPT(nn.Module):
         if labels is None:
             return (logits,)
         # the older habit: cut the last logits off instead of padding the labels
-        loss = F.cross_entropy(
-            logits[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].reshape(-1), ignore_index=-100
-        )
+        loss = F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), labels[:, 1:].reshape(-1), ignore_index=-100)
         return loss, logits
 
 
@@ -100,7 +98,8 @@ class PlainBlock(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": _llama,
     "llama-tied": lambda: _llama(tie_word_embeddings=True),
-    "llama-bias": lambda: _llama(attention_bias=True, mlp_bias=True, hidden_size=36, num_attention_heads=3,
-                                 num_key_value_heads=1),
+    "llama-bias": lambda: _llama(
+        attention_bias=True, mlp_bias=True, hidden_size=36, num_attention_heads=3, num_key_value_heads=1
+    ),
     "gpt": PlainGPT,
 }

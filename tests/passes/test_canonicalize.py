@@ -265,6 +265,7 @@ def flipped(_: nn.Module) -> Tensor:
         (lambda _: torch.zeros(LENGTH, LENGTH).masked_fill(ones().triu(1), LOW), "k <= q"),
         (lambda _: (1.0 - ones(torch.float32).tril()) * LOW, "k <= q"),
         (summed, "(k <= q) & (k > q - 2)"),
+        (lambda _: torch.where(ones().tril(-1), 0.0, float("-inf")), "k <= q - 1"),
         (lambda _: ones(), "True"),
         (lambda _: F.pad(ones()[:, 2:], (2, 0)), "k > 1"),
         (prefix, "(k <= 4) | (k <= q)"),
@@ -347,6 +348,17 @@ def test_rows_longer_than_the_attention() -> None:
     check(Attention(build), {"x": X, "padding": rows}, text="t0(b, k) != 0")
 
 
+def test_documents_numbered_along_the_batch_are_not_taken_for_packed_ones() -> None:
+    def build(_: nn.Module, ids: Tensor) -> Tensor:
+        numbers = (torch.diff(ids, prepend=ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+        numbers, ids = numbers.transpose(0, 1), ids.transpose(0, 1)  # steps of 1 are now between rows of the batch
+        return ((numbers[:, :, None] == numbers[:, None, :]) & (ids[:, None, :] <= ids[:, :, None]))[:, None]
+
+    ids = torch.arange(LENGTH * LENGTH).view(LENGTH, LENGTH) * 5 % 13
+    text = "(t0(b, k) == t0(b, q)) & (t1(b, k) <= t1(b, q))"
+    check(Attention(build), {"x": torch.randn(LENGTH, LENGTH, 4), "ids": ids}, text=text)
+
+
 # ---- what cannot be proven
 
 
@@ -360,6 +372,8 @@ def test_rows_longer_than_the_attention() -> None:
         (lambda _: torch.where(ones().tril(), 0.0, -1.0), {}, "adds -1.0"),
         (lambda _: torch.where(ones().tril(), 0.5, LOW), {}, "adds 0.5"),
         (lambda _: torch.where(ones().tril(), 0.0, float("nan")), {}, "NaN"),
+        (lambda _: torch.where(ones().tril(-1), 0.0, LOW), {}, "attends nowhere"),
+        (lambda _, row: torch.where(row[:, None, None, :], 0.0, LOW), {"row": ones()[:BATCH]}, "attends nowhere"),
         (lambda _: ones().tril().cumsum(-1) > 3, {}, "aten.cumsum"),
         (lambda _: torch.arange(BATCH)[:, None, None, None] * 3 < positions()[1], {}, "number of the batch row"),
         (lambda _: (positions()[0] & positions()[1]) == 0, {}, "bits of integers"),
