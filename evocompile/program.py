@@ -26,6 +26,7 @@ class InputKind(Enum):
     PARAMETER = "parameter"
     BUFFER = "buffer"
     USER = "input"
+    SEED = "random seed"
     TANGENT = "tangent"
 
 

@@ -30,6 +30,7 @@ from .compile import CompiledGraph, compile_graph
 from .errors import InputError, StateError
 from .guards import input_specs
 from .lazy import Assembly, LazyOutput, without_gradient
+from .mesh import group_name
 from .pipeline import run_passes
 from .plan import Plan
 from .program import InputKind, Output, OutputKind, Program, output_values, placeholders
@@ -119,7 +120,7 @@ class ParallelForward:
                 for graph in (program.forward, program.backward)
                 if graph is not None
             ]
-        return Variant(captured, program, graphs, assemblies, self._communicators, self._watch)
+        return Variant(captured, program, graphs, assemblies, self._communicators, self._watch, self._device)
 
     def _agreed_program(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], progress: Progress
@@ -192,6 +193,7 @@ class Variant:
         assemblies: dict[int, Assembly],
         communicators: Communicators,
         watch: OptimizerWatch,
+        device: torch.device,
     ) -> None:
         self.captured = captured
         self.program = program
@@ -205,10 +207,12 @@ class Variant:
         self._requires_grad = [
             node.meta["example_value"].requires_grad for node in output_values(captured.dynamo.graph_module.graph)
         ]
-        inputs = [each for each in program.inputs if each.kind is not InputKind.TANGENT]
+        inputs = captured.program.inputs_of(InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER)
         self._parameters = {index for index, each in enumerate(inputs) if each.kind is InputKind.PARAMETER}
         self._trained = [index for index in sorted(self._parameters) if inputs[index].requires_grad]
         self._saved_parameters = _saved_parameters(program)
+        draws = bool(program.inputs_of(InputKind.SEED))
+        self._seed = StepSeed(communicators, device, program.mesh.world) if draws else None
         self._call = captured.callable(self._run)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -239,6 +243,8 @@ class Variant:
     def run_forward(self, flat: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
         """Run the forward graph on this rank's shards: the user outputs and the values saved for backward."""
         inputs = [local_shard(each) if index in self._parameters else each for index, each in enumerate(flat)]
+        if self._seed is not None:
+            inputs.append(self._seed())
         results = _execute(self.forward, inputs, flat[0].device.type)
         outputs, results = results[: len(self.users)], results[len(self.users) :]
         updates, saved = results[: len(self._updates)], results[len(self._updates) :]
@@ -315,6 +321,23 @@ def _assembly(program: Program, output: Output) -> Assembly:
     assert program.sharding is not None and output.layout is not None
     assert not output.differentiable, "an output that takes a gradient is returned whole"
     return Assembly(output.layout, program.sharding, program.mesh, program.rank)
+
+
+class StepSeed:
+    """The seed of a step's random draws: rank 0 takes it from torch's generator, so it follows torch.manual_seed.
+
+    The other ranks take one too, so that generators which were equal stay equal, but use rank 0's.
+    """
+
+    def __init__(self, communicators: Communicators, device: torch.device, world: int) -> None:
+        name = group_name("seed", tuple(range(world)))
+        communicators.create([name])
+        self._group, self._device = communicators.group(name), device
+
+    def __call__(self) -> Tensor:
+        seed = torch.randint(2**62, ()).to(self._device)
+        dist.broadcast(seed, 0, group=self._group)
+        return seed.cpu()
 
 
 # --- autograd --------------------------------------------------------------------------------------------------------

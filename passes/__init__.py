@@ -9,12 +9,14 @@ from .annotate import annotate
 from .canonicalize import canonicalize
 from .localize import localize
 from .rematerialize import rematerialize
+from .seed_random import seed_random
 from .shard_states import shard_states
 from .split_attention import split_attention
 
 PASSES = (
     Pass("canonicalize", canonicalize, frozenset({"captured"}), frozenset({"canonical attention"})),
-    Pass("annotate", annotate, frozenset({"canonical attention"}), frozenset({"annotations"})),
+    Pass("seed_random", seed_random, frozenset({"captured"}), frozenset({"seeded draws"})),
+    Pass("annotate", annotate, frozenset({"canonical attention", "seeded draws"}), frozenset({"annotations"})),
     Pass("localize", localize, frozenset({"annotations"}), frozenset({"local shapes"})),
     Pass("split_attention", split_attention, frozenset({"local shapes"}), frozenset({"attention steps"})),
     Pass("shard_states", shard_states, frozenset({"local shapes"}), frozenset({"sharded states"})),

@@ -19,7 +19,6 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from evocompile.errors import ShardingError
 from evocompile.layout import Axis, Factor, Layout, Sharding, Split
 from evocompile.program import (
     Annotations,
@@ -40,6 +39,7 @@ from evocompile.program import (
 from .rules import dims_of
 from .rules.attention import ATTENTION, ATTENTION_BACKWARD, attention_solution
 from .rules.base import label_sizes, operands_of, result_shapes
+from .rules.pointwise import RANDOM
 from .rules.solve import Solution, canonical, forward, pull
 from .rules.windows import window_pull, window_solution
 
@@ -80,7 +80,6 @@ def _natural(program: Program) -> tuple[dict[fx.Node, Version], dict[fx.Node, So
         elif node.target is operator.getitem and isinstance(node.args[0].meta["val"], (tuple, list)):
             natural[node] = (natural[node.args[0]][node.args[1]],)
         elif node.op == "call_function":
-            _refuse_random(node)
             solution = _solve(program, node, [natural[operand][0] for operand in operands_of(node)])
             natural[node], solutions[node] = solution.results, solution
     return natural, solutions
@@ -123,14 +122,6 @@ def _solve(program: Program, node: fx.Node, layouts: list[Layout]) -> Solution:
                 )
             )
     return solution
-
-
-def _refuse_random(node: fx.Node) -> None:
-    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
-        raise ShardingError(
-            f"{source_line(node)}\nuses {node.target}: random numbers are not split over ranks yet. "
-            "Set the model's dropout probabilities to 0, or call model.eval()."
-        )
 
 
 def _replicated(node: fx.Node) -> Solution:
@@ -195,10 +186,12 @@ def _make_versions(
         source = (canonical(natural[0].unsplit()),)  # it arrives whole
     computed: dict[Version, Compute | Convert] = {}
     converted: dict[Version, Compute | Convert] = {}
+    # A random operator drawn twice gives two different draws: one version is drawn, others are made of it.
+    drawn_once = node.target == RANDOM and len(wanted) > 1
     for version in wanted:
         if version == source:
             computed[version] = Compute(solution.operands if solution else ())
-        elif (pulled := _pulled(node, version, own)) is not None:
+        elif not drawn_once and (pulled := _pulled(node, version, own)) is not None:
             computed[version] = pulled
         else:
             converted[version] = Convert(source)

@@ -32,7 +32,7 @@ class Builder:
         self.layouts: dict[fx.Node, Layout] = program.layouts if in_place else {}
         self.collectives: dict[fx.Node, Collective] = program.collectives if in_place else {}
         self.source: fx.Node | None = None
-        self.fake_mode = _fake_mode(program.joint.graph)
+        self.fake_mode = fake_mode_of(program.joint.graph)
         self._known: dict[Any, Any] = {}
 
     def graph_module(self) -> fx.GraphModule:
@@ -158,7 +158,8 @@ def _hashable(value: Any) -> Any:
     return type(value), value
 
 
-def _fake_mode(graph: fx.Graph) -> Any:
+def fake_mode_of(graph: fx.Graph) -> Any:
+    """The fake mode under which a graph was captured."""
     for node in graph.nodes:
         mode = getattr(node.meta.get("val"), "fake_mode", None)
         if mode is not None:

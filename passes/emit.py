@@ -13,6 +13,7 @@ from evocompile.layout import Dim, Layout
 
 from .build import Builder
 from .rules.base import argument, normal_dim
+from .rules.pointwise import RANDOM
 from .rules.solve import canonical
 from .rules.views import VIEWS
 from .rules.windows import window_of
@@ -55,6 +56,18 @@ def _expand(builder: Builder, node: fx.Node, results: Any, _: Any, operands: lis
 def _factory(builder: Builder, node: fx.Node, results: Any, _: Any, __: Any) -> fx.Node:
     shape = list(builder.sharding.local_shape(results[0]))
     return builder.call(node.target, (shape, *node.args[1:]), node.kwargs)
+
+
+def _random(builder: Builder, node: fx.Node, results: Any, _: Any, operands: list[fx.Node]) -> fx.Node:
+    """Each part of a split draw is a stream of its own; ranks that hold the same part draw the same."""
+    _, stream, _, distribution, _, dtype, device = node.args
+    coordinate, part = builder.sharding.coordinate, 0
+    split_over = builder.sharding.mesh_axes(results[0])
+    for axis, degree in builder.program.mesh.axes:
+        if axis in split_over:
+            part = part * degree + coordinate[axis]
+    size = list(builder.sharding.local_shape(results[0]))
+    return builder.call(node.target, (operands[0], stream, part, distribution, size, dtype, device))
 
 
 def _iota(builder: Builder, node: fx.Node, results: Any, _: Any, __: Any) -> fx.Node:
@@ -162,6 +175,7 @@ _EMIT: dict[object, Emit] = {
     aten.expand.default: _expand,
     **dict.fromkeys((aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format), _factory),
     prims.iota.default: _iota,
+    RANDOM: _random,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.slice.Tensor: _slice,

@@ -12,11 +12,11 @@ from typing import Any
 
 import sympy
 import torch
-from evocompile.kernels.mask import K, Q, table_index
 from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import Boolean
 from torch import fx
 
+from evocompile.kernels.mask import K, Q, table_index
 from evocompile.program import val
 
 aten = torch.ops.aten

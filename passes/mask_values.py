@@ -15,9 +15,10 @@ from typing import Any, TypeAlias
 
 import sympy
 import torch
-from evocompile.kernels.mask import Bounds, Region, bounds_of, normalize, truth_of
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean
+
+from evocompile.kernels.mask import Bounds, Region, bounds_of, normalize, truth_of
 
 Cases: TypeAlias = tuple[tuple[Boolean, sympy.Expr], ...]
 Value: TypeAlias = Boolean | Cases

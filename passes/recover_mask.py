@@ -16,12 +16,12 @@ from typing import Any
 
 import sympy
 import torch
-from evocompile.kernels.mask import B, H, K, Mask, Q, table, table_index
 from sympy.core.function import AppliedUndef
 from sympy.logic.boolalg import Boolean
 from torch import Tensor, fx
 
 from evocompile.errors import MaskError
+from evocompile.kernels.mask import B, H, K, Mask, Q, table, table_index
 from evocompile.program import source_line, val
 from evocompile.torch_private import is_fake, outside_fake_mode
 

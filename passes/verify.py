@@ -138,7 +138,7 @@ def _cut_problems(program: Program) -> Iterator[str]:
     if program.forward is None:
         yield "there is neither a joint nor a forward graph"
         return
-    own = program.inputs_of(InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER)
+    own = [each for each in program.inputs if each.kind is not InputKind.TANGENT]
     returned = program.outputs_of(OutputKind.USER) + program.outputs_of(OutputKind.BUFFER)
     placed, values = placeholders(program.forward.graph), output_values(program.forward.graph)
     yield from _input_problems("forward", placed, own)

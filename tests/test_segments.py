@@ -2,11 +2,11 @@
 
 import cProfile
 
-import evocompile.kernels.attention  # noqa: F401  defines the attention operators
 import pytest
 import torch
 from torch import fx
 
+import evocompile.kernels.attention  # noqa: F401  defines the attention operators
 from evocompile.collectives import is_boundary
 from evocompile.segments import Segment, as_graph, cut, structure
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from evocompile.passes.shard_states import shard_rows
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from evocompile.errors import StateError
+from evocompile.passes.shard_states import shard_rows
 from evocompile.state import (
     OptimizerWatch,
     _check_optimizer_state,

@@ -34,6 +34,7 @@ class VirtualModel:
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
     degree: int
+    seed: int = 0
 
     def step(self, batch: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor], list[list[Tensor]]]:
         """(every rank's loss, whole gradients by name, every rank's user outputs).
@@ -75,6 +76,8 @@ class VirtualModel:
                 values.append(self.buffers[each.name])
             elif each.kind is InputKind.USER:
                 values.append(batch[each.name])
+            elif each.kind is InputKind.SEED:
+                values.append(torch.tensor(self.seed))
         return values
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+import evocompile.kernels.random  # noqa: F401 (registers the operator)
+
 from .base import Dims, Rule, TensorLabels, numbered, operands_of, result_shapes, shape_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -35,6 +37,7 @@ _UNTAGGED = {
     aten.where.self,
     prims.convert_element_type.default,
 }
+RANDOM = torch.ops.evocompile.random.default
 FACTORIES = (aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format, prims.iota.default)
 
 
@@ -84,4 +87,11 @@ def factory(node: fx.Node) -> Dims:
     return Dims(operands=(), results=(numbered("d", len(result)),))
 
 
-RULES: dict[object, Rule] = dict.fromkeys(FACTORIES, factory)
+def random(node: fx.Node) -> Dims:
+    """evocompile::random(seed, …): any part of the draw can be drawn by itself."""
+    (result,) = result_shapes(node)
+    assert result is not None
+    return Dims(operands=((),), results=(numbered("d", len(result)),))
+
+
+RULES: dict[object, Rule] = {**dict.fromkeys(FACTORIES, factory), RANDOM: random}

@@ -7,12 +7,13 @@ from itertools import product
 
 import pytest
 import torch
-from evocompile.kernels import cpu, reference
-from evocompile.kernels.attention import blocks
-from evocompile.kernels.mask import Tile, parse_mask
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
+
+from evocompile.kernels import cpu, reference
+from evocompile.kernels.attention import blocks
+from evocompile.kernels.mask import Tile, parse_mask
 
 ops = torch.ops.evocompile
 HEADS = [(4, 4), (4, 2), (4, 1)]  # MHA, GQA, MQA

@@ -6,11 +6,11 @@ import time
 
 import pytest
 import torch
-from evocompile.kernels.mask import Mask, Tile, parse_mask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evocompile.errors import MaskError
+from evocompile.kernels.mask import Mask, Tile, parse_mask
 
 BATCH, HEADS, LENGTH = 2, 2, 12
 TABLES = [

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from evocompile.passes.attention_forms import make_attention_canonical
 from torch import Tensor, fx
 
 from evocompile.errors import CaptureError
+from evocompile.passes.attention_forms import make_attention_canonical
 
 DENSE = torch.ops.evocompile.dense_attention.default
 B, H, HK, S, D, E = 2, 6, 2, 5, 4, 3

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from evocompile.kernels.mask import parse_mask
-from evocompile.passes.canonicalize import canonicalize
 from torch import Tensor, fx, nn
 
 from evocompile.capture import capture
 from evocompile.errors import MaskError
+from evocompile.kernels.mask import parse_mask
+from evocompile.passes.canonicalize import canonicalize
 from evocompile.program import Program, placeholders
 
 ops = torch.ops.evocompile

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from evocompile.passes.verify import agree, events, verify
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
@@ -20,6 +19,7 @@ from evocompile.collectives import Event, describe, exchange_start, exchange_wai
 from evocompile.errors import DeadlockError, VerificationError
 from evocompile.layout import Axis, Factor, Layout, Sharding, Split
 from evocompile.mesh import Mesh
+from evocompile.passes.verify import agree, events, verify
 from evocompile.plan import Plan
 from evocompile.program import Input, InputKind, Output, OutputKind, Program, Snapshot, placeholders
 
