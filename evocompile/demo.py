@@ -25,17 +25,21 @@ from torch import Tensor
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
 from . import demo_model
+from .demo_model import JUDGED_STEPS
 from .errors import EvocompileError
 from .plan import Plan
 from .program import Program
 
 GROUP_TIMEOUT = timedelta(minutes=5)
 
-# What may differ, and why.
-FIRST_LOSS = 1e-6  # relative; the same weights and batch, summed in another order: some units of float32's 6e-8
+# How much may differ: float32 sums in another order, with roundings of 6e-8. AdamW divides gradients by their size, so
+# it turns the noise of those that are almost zero into whole steps, which add up. A single device whose weights are
+# changed by one rounding drifts off like the ranks do: 1e-6 of the loss after 40 steps, 1e-4 after 60, 1e-2 after 140.
+# So the first JUDGED_STEPS are judged. Seen on 2 and 4 ranks, four seeds: 9e-8, 3e-7, 1.1e-6, 7e-4.
+FIRST_LOSS = 1e-6  # relative
+LATER_LOSSES = 1e-5  # relative
 GRADIENTS = 1e-5  # of max(the gradient's own largest entry, 1e-3 of the model's largest)
-LATER_LOSSES = 1e-4  # relative; AdamW divides by the gradient's size, so it turns rounding into steps that add up
-PARAMETERS = 2e-2  # of the parameter's own largest entry, after the last step; see LATER_LOSSES
+PARAMETERS = 1e-2  # of the parameter's own largest entry
 
 
 class DemoError(Exception):
@@ -69,8 +73,8 @@ class Difference:
 class Report:
     """What the demo found.
 
-    losses:      per step, on one device and on the ranks (of these the one furthest off).
-    sent:        bytes that the busiest rank puts on the wire in one step, and the number of messages, by kind.
+    losses: per step, on one device and on the ranks (of these the one furthest off).
+    sent:   bytes that the busiest rank puts on the wire in one step, and the number of calls, by kind.
     """
 
     job: Job
@@ -88,21 +92,31 @@ class Report:
         return json.dumps({"passed": self.passed, **asdict(self)})
 
     def __str__(self) -> str:
-        ranks = self.job.plan.world
-        lines = [f"{'step':>4}  {'one device':>12}  {f'{ranks} ranks':>12}  {'difference':>10}"]
+        return "\n\n".join([self._loss_table(), self._verdicts(), self._facts()])
+
+    def _loss_table(self) -> str:
+        lines = [f"{'step':>4}  {'one device':>12}  {f'{self.job.plan.world} ranks':>12}  {'difference':>10}"]
         for step, (one, many) in enumerate(self.losses, start=1):
             lines.append(f"{step:>4}  {one:12.7f}  {many:12.7f}  {relative(one, many):10.1e}")
-        lines += ["", "largest relative difference"]
-        for each in self.differences:
-            verdict = "ok" if each.passed else "TOO LARGE"
-            lines.append(f"  {each.what:<40} {each.value:8.1e}   allowed {each.allowed:.0e}   {verdict}")
-        lines += [
-            "",
-            f"plan     {self.job.plan}, backend {self.job.backend}",
-            "sent     by the busiest rank in one step:",
+        if len(self.losses) > JUDGED_STEPS:
+            lines.append(f"steps after {JUDGED_STEPS} are not judged: training magnifies rounding until losses part")
+        return "\n".join(lines)
+
+    def _verdicts(self) -> str:
+        lines = [
+            f"  {each.what:<28} {each.value:8.1e}   allowed {each.allowed:.0e}   {'ok' if each.passed else 'TOO LARGE'}"
+            for each in self.differences
         ]
-        for kind, (size, count) in self.sent.items():
-            lines.append(f"  {kind:<40} {size:>12,} bytes in {count:,} messages")
+        return "\n".join(["largest relative difference", *lines])
+
+    def _facts(self) -> str:
+        ranks = self.job.plan.world
+        lines = [
+            f"plan     {self.job.plan}",
+            f"run as   {ranks} gloo processes on this machine's CPU, backend {self.job.backend}, float32",
+            "sent     by the busiest rank in one step, bytes and calls:",
+        ]
+        lines += [f"         {kind:<16} {size:>12,}  {calls:>5,}" for kind, (size, calls) in self.sent.items()]
         seconds = ", ".join(f"{what} {value:.1f} s" for what, value in self.seconds.items())
         return "\n".join([*lines, f"time     {seconds}"])
 
@@ -123,9 +137,9 @@ def run_demo(job: Job) -> Report:
         *compare(reference, ranks),
         sent=_busiest([rank["sent"] for rank in ranks]),
         seconds={
-            "one device": reference["other_steps_seconds"],
-            "ranks": ranks[0]["other_steps_seconds"],
             "compiling and first step": ranks[0]["first_step_seconds"],
+            f"{job.steps - 1} further steps": ranks[0]["other_steps_seconds"],
+            "the same on one device": reference["other_steps_seconds"],
         },
     )
 
@@ -145,15 +159,17 @@ def compare(
         (one, max(many, key=lambda loss: relative(one, loss)))
         for one, *many in zip(reference["losses"], *(rank["losses"] for rank in ranks), strict=True)
     ]
-    differences = [relative(one, many) for one, many in losses]
+    differences = [relative(one, many) for one, many in losses[:JUDGED_STEPS]]
+    last = len(differences)
     gradients, parameters = reference["gradients"], reference["parameters"]
     floor = 1e-3 * max(largest(each) for each in gradients.values())
     found = [
-        Difference("loss of the first step", differences[0], FIRST_LOSS),
-        Difference("loss of later steps", max(differences[1:], default=0.0), LATER_LOSSES),
-        Difference("gradients of the first step", furthest(gradients, ranks[0]["gradients"], floor), GRADIENTS),
-        Difference("parameters after the last step", furthest(parameters, ranks[0]["parameters"], 0.0), PARAMETERS),
+        Difference("loss of step 1", differences[0], FIRST_LOSS),
+        Difference("gradients of step 1", furthest(gradients, ranks[0]["gradients"], floor), GRADIENTS),
+        Difference(f"parameters after step {last}", furthest(parameters, ranks[0]["parameters"], 0.0), PARAMETERS),
     ]
+    if last > 1:
+        found.insert(1, Difference(f"loss of steps 2 to {last}", max(differences[1:]), LATER_LOSSES))
     return losses, found
 
 
@@ -239,7 +255,7 @@ def _rank_main(rank: int, job: Job, folder: str, threads: int) -> None:
 
 
 def sent_by_kind(program: Program) -> dict[str, tuple[int, int]]:
-    """Bytes that this rank sends in one step, and the number of messages, by kind of communication."""
+    """Bytes that this rank sends in one step, and the number of calls, by kind of communication."""
     sent: dict[str, tuple[int, int]] = {}
     for each in program.collectives.values():
         size, count = sent.get(each.kind, (0, 0))

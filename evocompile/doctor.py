@@ -9,6 +9,7 @@ import shutil
 import torch
 import torch.distributed as dist
 
+from .kernels import cpu
 from .torch_private import CHECKED_ON
 
 
@@ -64,7 +65,7 @@ def _process_groups() -> str:
 
 
 def _attention() -> str:
-    """The kernels that `kernels.attention` takes for usual tensors."""
-    if torch.accelerator.is_available():
-        return "reference (written out in PyTorch, on every device); ATen's flash kernels on the CPU"
-    return "ATen's flash kernels for the CPU"
+    """The kernel that `kernels.attention` takes for bfloat16 on this machine's device."""
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    q = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
+    return "ATen's flash kernels for the CPU" if cpu.fits(q, q) else f"written out in PyTorch (slow) on {device.type}"

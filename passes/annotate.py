@@ -143,7 +143,7 @@ def _output_layouts(program: Program, natural: dict[fx.Node, Version]) -> list[L
         if output.kind is OutputKind.GRADIENT:
             pending = layout.partial | program.sharding.mesh_axes(layout)
             layouts.append(replace(layout.unsplit(), partial=pending))
-        elif output.kind is OutputKind.USER and output.shape and lazy:
+        elif output.kind is OutputKind.USER and output.shape and lazy and not output.differentiable:
             layouts.append(layout.reduced())
         else:
             layouts.append(layout.unsplit())

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from evocompile.capture import capture
+from evocompile.pipeline import run_passes
 from evocompile.plan import Plan, Shard
+from evocompile.program import OutputKind
 from tests.conftest import References
 from tests.models.compare import assert_gradients, assert_loss, assert_parameters
 from tests.models.reference import STEPS
@@ -76,3 +79,20 @@ def test_other_outputs_come_back_in_the_models_order() -> None:
     with torch.no_grad():
         expected = case.build()(**case.inputs())[1]
     torch.testing.assert_close(model.whole_output(outputs, 1), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_differentiable_output_is_whole_even_beside_a_scalar_that_is_not() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = x * self.weight
+            return y.detach().mean(), y
+
+    model = Model()
+    program = run_passes(
+        capture(model.forward, model, (), {"x": torch.ones(2, 6, 4)}).program, Plan(cp=2, shard=Shard()), 0
+    )
+    assert [output.layout for output in program.outputs_of(OutputKind.USER)] == [None, None]
