@@ -11,6 +11,7 @@ The story, in order:
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, fx, nn
 from .capture_errors import find_write, refuse_data_dependence, underivable, untraceable, written_to
 from .errors import CaptureError, InputError, VerificationError
 from .fakes import FakeCall, fake_call
+from .first_call import set_up_lazily
 from .guards import Guards, readable_source
 from .mesh import Mesh
 from .plan import Plan
@@ -35,6 +37,7 @@ from .torch_private import (
     isolated,
     run_bytecode,
     trace,
+    unenterable_context,
 )
 
 
@@ -139,10 +142,18 @@ def _call(forward, args, kwargs):  # type: ignore[no-untyped-def]
 
 
 def _trace(forward: Callable[..., Any], fakes: FakeCall) -> DynamoGraph:
-    try:
-        dynamo = trace(isolated(_call), (forward, fakes.args, fakes.kwargs))
-    except TraceError as error:
-        raise untraceable(error) from error
+    """Dynamo's graph of the call. Where it stops at what only a first call does, that is done, and it starts again."""
+    done: list[traceback.FrameSummary] = []
+    while True:
+        try:
+            dynamo = trace(isolated(_call), (forward, fakes.args, fakes.kwargs))
+            break
+        except TraceError as error:
+            place = unenterable_context(error)
+            if place is None or place in done:
+                raise untraceable(error) from error
+            done.append(place)
+            set_up_lazily(lambda: forward(*fakes.args, **fakes.kwargs), place)
     if dynamo is None:
         raise CaptureError("the call does no tensor operation, so there is nothing to compile")
     return dynamo

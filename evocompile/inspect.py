@@ -6,22 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import fx, nn
+from torch import nn
 
+from .capture import capture
 from .errors import PlanError
+from .pipeline import run_passes
 from .plan import Plan
-from .program import Program, source_line
-
-_DTYPES = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.bfloat16: "bf16",
-    torch.float16: "f16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.bool: "bool",
-}
+from .printing import collectives_table, notes_table, summary
+from .program import Program
+from .runtime import parallel_forward
 
 
 @dataclass(frozen=True)
@@ -55,10 +48,6 @@ def inspect(
             the last program that a parallelized model compiled is shown.
     plan:   left out: the model's own, or context parallelism over `world` ranks.
     """
-    from .capture import capture
-    from .pipeline import run_passes
-    from .runtime import parallel_forward
-
     parallel = parallel_forward(model)
     if inputs is None:
         if parallel is None or parallel.last_captured is None:
@@ -77,110 +66,3 @@ def inspect(
         raise PlanError(f"world={world}, but the degrees of {plan} multiply to {plan.world}")
     program = run_passes(captured.program, plan, rank, snapshots=True)
     return Inspection(program, {snapshot.name: snapshot.text for snapshot in program.snapshots})
-
-
-def summary(program: Program) -> str:
-    """Plan, rank, parameters and communication in a few lines."""
-    parameters = [each for each in program.inputs if each.kind.value == "parameter"]
-    elements = sum(torch.Size(each.shape).numel() for each in parameters)
-    sent = sum(collective.sent for collective in program.collectives.values())
-    lines = [
-        f"plan: {program.plan}",
-        f"rank {program.rank} of {program.mesh.world}, at "
-        + ", ".join(f"{axis} {program.coordinate[axis]}" for axis, _ in program.mesh.axes),
-        f"parameters: {len(parameters)}, {elements:,} elements, sharded over {program.plan.shard_degrees.params} ranks",
-        f"sent per step: {sent:,} bytes in {len(program.collectives)} collectives",
-    ]
-    if program.sharding is not None:
-        lines += [
-            f"axis {name}: {split.size} over {split.mesh_axis} ({split.degree}, {split.order}), here "
-            + ", ".join(f"[{lo}, {hi})" for lo, hi in split.intervals(program.coordinate[split.mesh_axis]))
-            for name, split in program.sharding.splits.items()
-        ]
-    return "\n".join(lines)
-
-
-def collectives_table(program: Program) -> str:
-    """Every collective in order: graph, kind, group, bytes sent by this rank, why."""
-    rows = [("graph", "kind", "group", "sent", "why")]
-    for name, module in program.graphs.items():
-        for node in module.graph.nodes:
-            if node in program.collectives:
-                each = program.collectives[node]
-                rows.append((name, each.kind, each.group, f"{each.sent:,}", each.why))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows
-    )
-
-
-def notes_table(program: Program) -> str:
-    """What was gathered, replicated or otherwise not done as one would hope, each with its reason and source line."""
-    lines = [f"{note.what}: {note.why} ({note.bytes:,} bytes)\n    {note.source}" for note in program.notes]
-    return "\n".join(["notes:", *lines]) if lines else ""
-
-
-def program_text(program: Program) -> str:
-    """The graphs of a program, a line a node: name, dtype and shape, layout, call, source line."""
-    return "\n\n".join(
-        f"{name}:\n" + "\n".join(_node_lines(program, module.graph)) for name, module in program.graphs.items()
-    )
-
-
-def _node_lines(program: Program, graph: fx.Graph) -> list[str]:
-    lines, last = [], ""
-    for node in graph.nodes:
-        where = source_line(node) if node.meta.get("stack_trace") else ""
-        if where and where != last:
-            lines.append(f"  # {where}")
-            last = where
-        lines.append("  " + _node_line(program, node))
-    return lines
-
-
-def _node_line(program: Program, node: fx.Node) -> str:
-    if node.op == "output":
-        return f"return {_format(node.args[0])}"
-    layout = _layout(program, node)
-    left = f"{node.name}: {_type(node.meta.get('val'))}{layout}"
-    if node.op == "placeholder":
-        return left
-    if node.op == "get_attr":
-        return f"{left} = self.{node.target}"
-    arguments = [_format(arg) for arg in node.args] + [f"{key}={_format(arg)}" for key, arg in node.kwargs.items()]
-    line = f"{left} = {_target(node)}({', '.join(arguments)})"
-    if node in program.collectives:
-        each = program.collectives[node]
-        line += f"  # {each.kind} over {each.group}, {each.sent:,} bytes: {each.why}"
-    return line
-
-
-def _layout(program: Program, node: fx.Node) -> str:
-    if node in program.layouts:
-        return f" {program.layouts[node]}"
-    if program.annotations is None:
-        return ""
-    natural = program.annotations.natural.get(node, ())
-    count = len(program.annotations.versions.get(node, ()))
-    needed = "" if count == 1 else f" needed in {count} versions"
-    return "".join(f" {layout}" for layout in natural) + needed
-
-
-def _format(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_format, value))}]"
-    return value.name if isinstance(value, fx.Node) else repr(value)
-
-
-def _target(node: fx.Node) -> str:
-    if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target)
-    return getattr(node.target, "__name__", str(node.target))
-
-
-def _type(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{_DTYPES.get(value.dtype, str(value.dtype))}{list(value.shape)}"
-    if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(_type, value))})"
-    return type(value).__name__

@@ -36,15 +36,20 @@ class Split:
 
     order: "contiguous" (rank i holds chunk i of P) or "zigzag" (rank i holds chunks i and 2P-1-i of 2P).
     size:  number of positions of the whole axis.
+    parts: the sizes of the contiguous chunks where they are given; () makes them as equal as possible.
     """
 
     mesh_axis: str
     degree: int
     order: str
     size: int
+    parts: tuple[int, ...] = ()
 
     def intervals(self, index: int) -> tuple[Interval, ...]:
         """The positions that coordinate `index` of the mesh axis holds, ascending, empty intervals left out."""
+        if self.parts:
+            lo = sum(self.parts[:index])
+            return ((lo, lo + self.parts[index]),) if self.parts[index] else ()
         if self.order == "contiguous":
             chunks, count = [index], self.degree
         else:

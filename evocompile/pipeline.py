@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from .errors import VerificationError
 from .plan import Plan
+from .printing import program_text
 from .program import Program, Snapshot
 
 Progress = Callable[[str], None]
@@ -20,7 +21,6 @@ def run_passes(
     snapshots: keep every stage as text (`program.snapshots`), for `inspect`.
     progress:  called with the name of each pass as it starts.
     """
-    from .inspect import program_text  # the printer and the passes both read the program; neither needs the other
     from .passes import PASSES
     from .passes.verify import verify
 

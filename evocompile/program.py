@@ -44,6 +44,7 @@ class Input:
     name:  fully qualified name of a parameter or buffer; path of a user input ("input_ids"); for a tangent the
            name of its output.
     shape: global shape.
+    is_part: a user input of which each replica passes its own rows of dim 0 (`Program.batch_parts`).
     """
 
     kind: InputKind
@@ -51,6 +52,7 @@ class Input:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
+    is_part: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ class Program:
     backward: placeholders: saved values, then tangents; output: one gradient (or None) per GRADIENT in `outputs`.
               `None` for programs that were captured without gradients.
     facts:    names of what the passes so far provide (the contract that the driver checks).
+    batch_parts: where the batch arrives in parts, one for each replica, the rows of each; else ().
     """
 
     joint: fx.GraphModule | None
@@ -163,6 +166,7 @@ class Program:
     notes: list[Note] = field(default_factory=list)
     facts: set[str] = field(default_factory=set)
     snapshots: list[Snapshot] = field(default_factory=list)
+    batch_parts: tuple[int, ...] = ()
 
     @property
     def graphs(self) -> dict[str, fx.GraphModule]:

@@ -144,13 +144,13 @@ class OptimizerWatch:
 
     def __init__(self) -> None:
         self._old: list[weakref.ref[torch.Tensor]] = []
-        self._new: list[weakref.ref[torch.Tensor]] = []
+        self._new: list[torch.Tensor] = []  # no weak references: torch cannot move a parameter that has one
         self._versions: list[int] | None = None
         self._done = False
 
     def add(self, old: torch.Tensor, new: torch.Tensor) -> None:
         self._old.append(weakref.ref(old))
-        self._new.append(weakref.ref(new))
+        self._new.append(new)
 
     def backward_ran(self) -> None:
         """To be called after each backward."""
@@ -166,7 +166,7 @@ class OptimizerWatch:
             self._done = True
             return None
         stale = _optimizers_of(old)
-        if not stale or _optimizers_of(_alive(self._new)):
+        if not stale or _optimizers_of(set(map(id, self._new))):
             return None
         self._done = True
         kinds = ", ".join(sorted({type(optimizer).__name__ for optimizer in stale}))
@@ -177,7 +177,7 @@ class OptimizerWatch:
         )
 
     def _current_versions(self) -> list[int]:
-        return [parameter._version for ref in self._new if (parameter := ref()) is not None]
+        return [parameter._version for parameter in self._new]
 
 
 def _alive(refs: Iterable[weakref.ref[torch.Tensor]]) -> set[int]:

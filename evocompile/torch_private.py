@@ -261,6 +261,13 @@ def explain(error: TorchDynamoException) -> Explanation:
     return Explanation(getattr(error, "gb_type", None) or type(error).__name__, reason, frames)
 
 
+def unenterable_context(error: TorchDynamoException) -> traceback.FrameSummary | None:
+    """Where Dynamo met a `with` statement that it cannot enter, such as that of a lock; `None` for other errors."""
+    if not isinstance(error, Unsupported) or error.gb_type != "Unsupported context manager":
+        return None
+    return error.real_stack[-1] if error.real_stack else None
+
+
 def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 

@@ -12,8 +12,8 @@ from torch import fx
 
 from evocompile.program import Program, val
 
-from .mask_values import Domain
-from .recover_mask import MaskRecovery
+from .masks.recover import MaskRecovery
+from .masks.values import Domain
 
 _FORMS = {
     torch.ops.evocompile.dense_attention.default: torch.ops.evocompile.attention.default,

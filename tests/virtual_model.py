@@ -41,7 +41,8 @@ class VirtualModel:
 
         Asserts that the copies of a shard agree.
         """
-        result = virtual_step(self.programs, [self._inputs(program, batch) for program in self.programs])
+        inputs = [self._inputs(program, batch) for program in self.programs]
+        result = virtual_step(self.programs, inputs, self._tangents())
         losses = [next(value for value in outputs if not value.ndim) for outputs in result.outputs]
         gradients = {}
         for name in result.gradients[0]:
@@ -54,6 +55,11 @@ class VirtualModel:
                 torch.testing.assert_close(copy, copies[0], rtol=0, atol=0)
             gradients[name] = copies[0]
         return losses, gradients, result.outputs
+
+    def _tangents(self) -> list[Tensor]:
+        """What `loss.backward()` starts from: one for the loss, the first output that gets a gradient, zero for others."""
+        tangents = self.programs[0].inputs_of(InputKind.TANGENT)
+        return [torch.full(each.shape, float(i == 0), dtype=each.dtype) for i, each in enumerate(tangents)]
 
     def whole_output(self, outputs: list[list[Tensor]], index: int) -> Tensor:
         """User output `index`, put together from all ranks' parts."""

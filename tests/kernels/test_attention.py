@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from evocompile.kernels import cpu, reference
-from evocompile.kernels.attention import blocks
+from evocompile.kernels.blocks import blocks
 from evocompile.kernels.mask import Tile, parse_mask
 
 ops = torch.ops.evocompile

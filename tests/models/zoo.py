@@ -13,13 +13,18 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Case:
-    """One model on one batch. model: a name of `MODELS`; ids and labels are drawn from the seed."""
+    """One model on one batch. model: a name of `MODELS`; ids and labels are drawn from the seed.
+
+    form: "plain"; "left" or "right" for padding of uneven lengths, with an attention mask; "packed" for documents that
+          share a row, told apart by their position ids.
+    """
 
     model: str
     batch: int = 2
     length: int = 16
     seed: int = 0
     dtype: str = "float32"
+    form: str = "plain"
 
     def build(self) -> nn.Module:
         torch.manual_seed(self.seed)
@@ -32,14 +37,38 @@ class Case:
         labels = ids.clone()
         labels[0, : self.length // 3] = -100
         labels[-1, self.length // 2 : self.length // 2 + 2] = -100
-        return {"input_ids": ids, "labels": labels}
+        inputs = {"input_ids": ids, "labels": labels}
+        if self.form in ("left", "right"):
+            mask = _padding(self.batch, self.length, self.form)
+            inputs |= {"attention_mask": mask, "labels": labels.masked_fill(mask == 0, -100)}
+        elif self.form == "packed":
+            inputs["position_ids"] = _packed_positions(self.batch, self.length)
+        return inputs
 
 
 VOCABULARY = 67
 
 
-def _llama(**changes: Any) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _padding(batch: int, length: int, side: str) -> torch.Tensor:
+    """(batch, length): 1 for tokens, 0 for padding, row b with b + 2 positions of it, the last row with none."""
+    mask = torch.ones(batch, length, dtype=torch.int64)
+    for row in range(batch - 1):
+        mask[row, : row + 2] = 0
+    return mask if side == "left" else mask.flip(1)
+
+
+def _packed_positions(batch: int, length: int) -> torch.Tensor:
+    """(batch, length): positions that start anew with each document; every row is cut at other places."""
+    rows = []
+    for row in range(batch):
+        first, second = length // 3 + row, length // 2 + 1 + row
+        rows.append(torch.cat([torch.arange(n) for n in (first, second - first, length - second)]))
+    return torch.stack(rows)
+
+
+def _hf(name: str, head: str = "ForCausalLM", **changes: Any) -> nn.Module:
+    """A tiny model of transformers, of a family that names its sizes as Llama does. None leaves a setting out."""
+    import transformers
 
     settings = {
         "hidden_size": 32,
@@ -49,8 +78,39 @@ def _llama(**changes: Any) -> nn.Module:
         "num_key_value_heads": 2,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 512,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
     }
-    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes}))
+    settings = {key: value for key, value in {**settings, **changes}.items() if value is not None}
+    config = getattr(transformers, {"Gemma3": "Gemma3TextConfig"}.get(name, f"{name}Config"))
+    return getattr(transformers, name + head)(config(**settings))
+
+
+def _llama(**changes: Any) -> nn.Module:
+    return _hf("Llama", pad_token_id=None, bos_token_id=None, eos_token_id=None, **changes)
+
+
+def _gpt2() -> nn.Module:
+    import transformers
+
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=512, vocab_size=VOCABULARY, **dropout)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _deepseek() -> nn.Module:
+    attention = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+    experts = {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    }
+    return _hf("DeepseekV3", num_key_value_heads=4, **attention, **experts)
 
 
 class PlainGPT(nn.Module):
@@ -95,6 +155,35 @@ class PlainBlock(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
+class Encoder(nn.Module):
+    """torch's own encoder under a head that names each token. norm_first: norms before or after each part."""
+
+    def __init__(self, norm_first: bool, batch_first: bool = True, width: int = 24, heads: int = 3) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.tokens = nn.Embedding(VOCABULARY, width)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 2 * width, dropout=0.0, batch_first=batch_first, norm_first=norm_first
+        )
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        padding = None if attention_mask is None else attention_mask == 0
+        x = self.tokens(input_ids)
+        if not self.batch_first:
+            x = x.transpose(0, 1)
+        x = self.encoder(x, src_key_padding_mask=padding)
+        if not self.batch_first:
+            x = x.transpose(0, 1)
+        logits = self.head(x)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100), logits
+
+
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": _llama,
     "llama-tied": lambda: _llama(tie_word_embeddings=True),
@@ -102,4 +191,27 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         attention_bias=True, mlp_bias=True, hidden_size=36, num_attention_heads=3, num_key_value_heads=1
     ),
     "gpt": PlainGPT,
+    "gpt2": _gpt2,
+    "mistral": lambda: _hf("Mistral", sliding_window=5),
+    "qwen2": lambda: _hf("Qwen2"),
+    "qwen3": lambda: _hf("Qwen3", head_dim=8),
+    "gemma3": lambda: _hf(
+        "Gemma3", head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"]
+    ),
+    "gpt-neox": lambda: _hf("GPTNeoX", num_key_value_heads=None),
+    "phi3": lambda: _hf("Phi3"),
+    "olmo2": lambda: _hf("Olmo2"),
+    "smollm3": lambda: _hf("SmolLM3"),
+    "mixtral": lambda: _hf("Mixtral", **_EXPERTS),
+    "mixtral-auxiliary": lambda: _hf("Mixtral", output_router_logits=True, router_aux_loss_coef=0.1, **_EXPERTS),
+    "qwen3-moe": lambda: _hf(
+        "Qwen3Moe", head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1
+    ),
+    "deepseek-v3": _deepseek,
+    "bert": lambda: _hf(
+        "Bert", "ForMaskedLM", num_key_value_heads=None, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    ),
+    "encoder": lambda: Encoder(norm_first=False),
+    "encoder-norm-first": lambda: Encoder(norm_first=True),
+    "encoder-seq-first": lambda: Encoder(norm_first=True, batch_first=False),
 }

@@ -1,7 +1,7 @@
 """Recovers an attention mask's predicate from the operators that compute the mask.
 
 The question is asked backwards: which value has the mask at (b, h, q, k)? Each operator passes it on to its operands
-at their coordinates (`mask_rules`) until it reaches
+at their coordinates (`rules.py`) until it reaches
 
 - positions (`iota`), constants, and small tensors that no input enters, which are computed and read off;
 - data: a tensor over (batch, position) that depends on the inputs, as a padding mask or packed document numbers. It
@@ -25,9 +25,9 @@ from evocompile.kernels.mask import B, H, K, Mask, Q, table, table_index
 from evocompile.program import source_line, val
 from evocompile.torch_private import is_fake, outside_fake_mode
 
-from .mask_documents import position_ids, with_steps_of_one
-from .mask_rules import Coordinates, broadcast, element, passes_on
-from .mask_values import Cases, Domain, Unproven, Value, constant, single
+from .documents import position_ids, with_steps_of_one
+from .rules import Coordinates, broadcast, element, passes_on
+from .values import Cases, Domain, Unproven, Value, constant, single
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from torch import fx
 
 from evocompile.program import val
 
-from .mask_values import (
+from .values import (
     Domain,
     Unproven,
     Value,
