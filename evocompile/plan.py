@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .errors import PlanError
 
-ATTENTION_SCHEDULES = ("zigzag", "ring")
+ATTENTION_SCHEDULES = ("zigzag", "ring", "balanced")
 RECOMPUTE = ("none",)
 OVERLAP = ("none",)
 
@@ -42,7 +42,8 @@ class Plan:
     dp:         replicas that each take a part of the batch.
     cp:         ranks that split the sequence and exchange key/value blocks.
     shard:      degree of the parameter, gradient and optimizer shards; `None` means over all dp * cp ranks.
-    attention:  "zigzag" (equal causal work on every rank) or "ring" (contiguous chunks).
+    attention:  "zigzag" (two chunks a rank, equal causal work at every step), "balanced" (contiguous chunks, ranks
+                that would idle under a causal mask help others) or "ring" (contiguous chunks, for other masks).
     ulysses, tp, pp, recompute, overlap, microbatches: only their defaults are built yet.
     """
 

@@ -208,6 +208,17 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
     return _state_like(q, v, accumulation_dtype(q.dtype))
 
 
+@torch.library.custom_op("evocompile::attention_merge", mutates_args=())
+def attention_merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Two states (out, lse) of the same rows over different keys as one; all in the accumulation dtype."""
+    return reference.merge(out, lse, other_out, other_lse)
+
+
+@attention_merge.register_fake
+def _(out: Tensor, lse: Tensor, _other_out: Tensor, _other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(out), torch.empty_like(lse)
+
+
 @torch.library.custom_op(
     "evocompile::attention_backward_step",
     mutates_args=(),

@@ -24,6 +24,7 @@ from evocompile.program import (
     Annotations,
     Compute,
     Convert,
+    Input,
     InputKind,
     Note,
     Output,
@@ -54,6 +55,9 @@ def splits_of(program: Program) -> dict[str, Split]:
             if dim < len(each.shape) and degree > 1 and name not in splits:
                 split = Split(mesh_axis, degree, "contiguous" if name == "batch" else order, each.shape[dim])
                 splits[name] = split
+    if program.batch_parts:
+        parts = program.batch_parts
+        splits["batch"] = Split("dp", len(parts), "contiguous", sum(parts), parts)
     return splits
 
 
@@ -73,7 +77,7 @@ def _natural(program: Program) -> tuple[dict[fx.Node, Version], dict[fx.Node, So
     natural: dict[fx.Node, Version] = {}
     solutions: dict[fx.Node, Solution] = {}
     for node, each in zip(placeholders(program.joint.graph), program.inputs, strict=True):
-        natural[node] = (_input_layout(each.kind, each.shape, each.dtype, splits),)
+        natural[node] = (_input_layout(each, splits),)
     for node in program.joint.graph.nodes:
         if node.op == "get_attr":
             natural[node] = (Layout.whole(node.meta["val"].shape),)
@@ -85,15 +89,19 @@ def _natural(program: Program) -> tuple[dict[fx.Node, Version], dict[fx.Node, So
     return natural, solutions
 
 
-def _input_layout(kind: InputKind, shape: tuple[int, ...], dtype: torch.dtype, splits: Mapping[str, Split]) -> Layout:
-    """Axes of user inputs are named by position: dim 0 is the batch, dim 1 the sequence. Activations come split."""
-    if kind is not InputKind.USER:
-        return Layout.whole(shape)
+def _input_layout(each: Input, splits: Mapping[str, Split]) -> Layout:
+    """Axes of user inputs are named by position: dim 0 is the batch, dim 1 the sequence.
+
+    Activations come split, and so does the batch axis of an input that arrives in parts.
+    """
+    if each.kind is not InputKind.USER:
+        return Layout.whole(each.shape)
     dims = []
-    for dim, size in enumerate(shape):
+    for dim, size in enumerate(each.shape):
         name = ("batch", "seq", None)[min(dim, 2)]
         if name in splits and splits[name].size == size:
-            dims.append((Factor(size, Axis(name, size), split=dtype.is_floating_point),))
+            split = each.dtype.is_floating_point or (each.is_part and dim == 0)
+            dims.append((Factor(size, Axis(name, size), split=split),))
         else:
             dims.append((Factor(size),))
     return Layout(tuple(dims))
@@ -158,6 +166,7 @@ def _demand(
 ) -> dict[fx.Node, dict[Version, Compute | Convert]]:
     assert program.joint is not None
     graph = program.joint.graph
+    in_parts = {node for node, each in zip(placeholders(graph), program.inputs, strict=True) if each.is_part}
     wanted: dict[fx.Node, dict[Version, None]] = {node: {} for node in graph.nodes}
     versions: dict[fx.Node, dict[Version, Compute | Convert]] = {}
     for node, layout in zip(output_values(graph), outputs, strict=True):
@@ -168,7 +177,7 @@ def _demand(
             continue
         if node.op == "call_function" and node.meta["val"] is None:
             wanted[node][()] = None  # an assertion: it has no result, but must run
-        made = _make_versions(node, wanted[node], natural[node], solutions.get(node))
+        made = _make_versions(node, wanted[node], natural[node], solutions.get(node), node in in_parts)
         versions[node] = made
         for how in made.values():
             if isinstance(how, Compute):
@@ -177,13 +186,13 @@ def _demand(
 
 
 def _make_versions(
-    node: fx.Node, wanted: dict[Version, None], natural: Version, solution: Solution | None
+    node: fx.Node, wanted: dict[Version, None], natural: Version, solution: Solution | None, in_parts: bool
 ) -> dict[Version, Compute | Convert]:
     """How to make each wanted version, those that are converted after the one that they are converted from."""
     own = tuple(canonical(layout) for layout in natural)
     source = own
     if node.op in ("placeholder", "get_attr"):
-        source = (canonical(natural[0].unsplit()),)  # it arrives whole
+        source = (canonical(_arriving(natural[0], in_parts)),)
     computed: dict[Version, Compute | Convert] = {}
     converted: dict[Version, Compute | Convert] = {}
     # A random operator drawn twice gives two different draws: one version is drawn, others are made of it.
@@ -198,6 +207,12 @@ def _make_versions(
     if converted and source not in computed:
         computed[source] = Compute(solution.operands if solution else ())
     return {**computed, **converted}
+
+
+def _arriving(layout: Layout, in_parts: bool) -> Layout:
+    """Inputs and constants arrive whole, or with the replica's own rows of the batch."""
+    whole = layout.unsplit()
+    return Layout((layout.dims[0], *whole.dims[1:])) if in_parts else whole
 
 
 def _pulled(node: fx.Node, version: Version, own: Version) -> Compute | None:

@@ -39,10 +39,13 @@ class Builder:
         return fx.GraphModule(self.owner, self.graph)
 
     def copy(self, node: fx.Node, layout: Layout | None = None) -> fx.Node:
-        """The node as it is: placeholders and constants."""
+        """The node as it is: placeholders and constants. A split one arrives as this rank's part."""
         new = self.graph.node_copy(node, lambda _: None)
         if layout is not None:
             self.layouts[new] = layout
+        if layout is not None and layout.is_split:
+            with self.fake_mode:
+                new.meta["val"] = node.meta["val"].new_empty(self.sharding.local_shape(layout))
         return new
 
     def call(

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from evocompile.collectives import is_start, is_wait
+from evocompile.collectives import exchange_start, exchange_wait, is_start, is_wait
 from evocompile.layout import Layout
 from evocompile.program import Collective, InputKind, OutputKind, Program, output_values, placeholders
 
@@ -52,7 +52,7 @@ def rematerialize(program: Program) -> Program:
         for node, each in zip(placeholders(joint.graph), program.inputs, strict=True)
         if each.kind is InputKind.TANGENT
     }
-    in_forward = _ancestors(joint.graph, [*results, *_assertions(joint.graph, tangents)]) | (
+    in_forward = _ancestors(joint.graph, [*results, *_effects(joint.graph, tangents)]) | (
         set(placeholders(joint.graph)) - tangents
     )
     again = _recomputable(joint.graph, in_forward)
@@ -76,45 +76,43 @@ def rematerialize(program: Program) -> Program:
     return replace(program, joint=None, forward=forward, backward=backward, collectives=collectives, layouts=layouts)
 
 
-def _assertions(graph: fx.Graph, tangents: set[fx.Node]) -> list[fx.Node]:
-    """Nodes without a result, run for their effect, that do not depend on a tangent."""
-    of_backward = set(tangents)
-    for node in graph.nodes:
-        if any(each in of_backward for each in node.all_input_nodes):
-            of_backward.add(node)
-    return [node for node in graph.nodes if node.meta.get("val", node) is None and node not in of_backward]
-
-
 def _inputs(graph: fx.Graph, tangents: set[fx.Node], want_tangents: bool) -> list[fx.Node]:
     return [node for node in placeholders(graph) if (node in tangents) == want_tangents]
 
 
 def _ancestors(graph: fx.Graph, roots: list[fx.Node | None]) -> set[fx.Node]:
-    """Everything that the roots depend on, and the waits of every start among it."""
+    """Everything that the roots depend on.
+
+    And all results of an operator with several of which one is needed: only tensors can be saved, not tuples of them.
+    """
     needed = {node for node in roots if isinstance(node, fx.Node)}
     for node in reversed(graph.nodes):
         if node in needed:
             needed.update(node.all_input_nodes)
-    # An exchange that only sends has no data user: its start and wait belong where its data is made. The same goes
-    # for the single results of an operator with several, since only tensors can be saved, not tuples of them.
-    for node in graph.nodes:
-        if node.target is operator.getitem and node.args[0] in needed:
-            needed.add(node)
-        if node in needed or not _is_bare_exchange(node) or _is_of_backward(node):
-            continue
-        if all(each in needed for each in node.all_input_nodes):
-            needed.add(node)
+    needed.update(node for node in graph.nodes if node.target is operator.getitem and node.args[0] in needed)
     return needed
 
 
-def _is_bare_exchange(node: fx.Node) -> bool:
-    return (is_start(node) or is_wait(node)) and node.is_impure()
+def _effects(graph: fx.Graph, tangents: set[fx.Node]) -> list[fx.Node]:
+    """Forward nodes that are run for their effect: assertions, and exchanges, of which another rank may be in need.
+
+    The backward fetches keys and values again, which depends on no tangent: only its communicator tells.
+    """
+    of_backward = set(tangents)
+    for node in graph.nodes:
+        if _is_exchange(node, "cp.backward:") or any(each in of_backward for each in node.all_input_nodes):
+            of_backward.add(node)
+    return [
+        node
+        for node in graph.nodes
+        if node not in of_backward and (node.meta.get("val", node) is None or _is_exchange(node))
+    ]
 
 
-def _is_of_backward(node: fx.Node) -> bool:
-    """The backward fetches keys and values again, which depends on no tangent: only its communicator tells."""
-    start = node.args[0] if is_wait(node) else node
-    return isinstance(start, fx.Node) and str(start.args[-1]).startswith("cp.backward:")
+def _is_exchange(node: fx.Node, purpose: str = "") -> bool:
+    """The start or the wait of a point-to-point exchange, on a communicator of this purpose."""
+    start = node.args[0] if node.target is exchange_wait else node
+    return isinstance(start, fx.Node) and start.target is exchange_start and str(start.args[-1]).startswith(purpose)
 
 
 def _recomputable(graph: fx.Graph, in_forward: set[fx.Node]) -> set[fx.Node]:
@@ -145,7 +143,7 @@ def _needed(
     """The nodes that the backward graph computes."""
     needed = {node for node in gradients if isinstance(node, fx.Node) and (node not in in_forward or node in again)}
     for node in reversed(graph.nodes):
-        if _is_bare_exchange(node) and node not in in_forward:
+        if _is_exchange(node) and node not in in_forward:
             needed.add(node)
         if node in needed:
             needed.update(each for each in node.all_input_nodes if each not in in_forward or each in again)

@@ -1,20 +1,16 @@
 """split_attention: every attention becomes the steps of its schedule, visible in the graph.
 
-Ring and zigzag differ only in which positions a rank holds (DESIGN: contiguous chunks, or chunks r and 2P-1-r). At
-step t the rank of coordinate r attends its queries to the key/value block of coordinate r-t, which comes straight
-from its owner; a block that no query of the receiver may see is neither sent nor waited for. The state (out,
-log-sum-exp) is carried from step to step in fp32.
-
-Forward, elements sent per rank, at most: (P-1) · B · S/P · Hk · (D + E): key/value heads are not repeated.
-Backward: the same again to fetch the blocks, over a communicator of its own, and as much in fp32 to return their
-gradients to the owner, who adds them up.
+One engine carries out every schedule of `schedules.py`. At each step a rank has at most one job. What the job needs of
+another rank comes straight from its owner, one step ahead; what the job gives to another rank (a helper's state, the
+gradients of fetched keys and values or queries) goes straight back and is added there one step later. Forward and
+backward use communicators of their own, since their exchanges may be under way together.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import fx
@@ -22,51 +18,20 @@ from torch import fx
 from evocompile.kernels.mask import Tile, parse_mask
 from evocompile.layout import Axis, Interval
 from evocompile.mesh import group_ranks
-from evocompile.program import Program
+from evocompile.program import Note, Program, source_line
 
+from . import schedules
 from .build import Builder
+from .exchanges import Coming, Exchanges
 from .rules.attention import ATTENTION, ATTENTION_BACKWARD
+from .schedules import Job, Schedule
 
 aten, prims = torch.ops.aten, torch.ops.prims
 STEP = torch.ops.evocompile.attention_step.default
+MERGE = torch.ops.evocompile.attention_merge.default
 BACKWARD_STEP = torch.ops.evocompile.attention_backward_step.default
 
 Intervals = tuple[Interval, ...]
-
-
-@dataclass(frozen=True)
-class Ring:
-    """One attention's exchange, seen from one rank.
-
-    ranks:   global ranks of the group, by coordinate.
-    own:     this rank's coordinate.
-    queries: the query positions of each coordinate; keys likewise.
-    needs:   needs[i][j]: some query of coordinate i may see a key of coordinate j.
-    """
-
-    ranks: tuple[int, ...]
-    own: int
-    queries: tuple[Intervals, ...]
-    keys: tuple[Intervals, ...]
-    needs: tuple[tuple[bool, ...], ...]
-
-    @property
-    def steps(self) -> range:
-        return range(len(self.ranks))
-
-    def source(self, step: int) -> int:
-        """Coordinate whose block this rank uses at `step`."""
-        return (self.own - step) % len(self.ranks)
-
-    def consumer(self, step: int) -> int:
-        """Coordinate that uses this rank's block at `step`."""
-        return (self.own + step) % len(self.ranks)
-
-    def receives(self, step: int) -> bool:
-        return self.needs[self.own][self.source(step)]
-
-    def sends(self, step: int) -> bool:
-        return self.needs[self.consumer(step)][self.own]
 
 
 def split_attention(program: Program) -> Program:
@@ -95,121 +60,101 @@ def _replace_results(builder: Builder, node: fx.Node, results: Sequence[fx.Node]
 
 def _forward(builder: Builder, node: fx.Node) -> list[fx.Node]:
     q, k, v, tables, mask, scale = node.args
-    ring = _ring(builder, q, k, mask)
-    group = _group(builder, "cp", ring)
-    state: list[fx.Node | None] = [None, None]
-    queries = _flat(ring.queries[ring.own])
-    block: list[fx.Node] = [k, v]
-    # the next block is on its way while this one is attended to
-    coming = _fetch(builder, ring, 1, [k, v], group, "keys and values")
-    for step in ring.steps:
-        if ring.receives(step) or (step == 0):
-            args = (q, *block, tables, *state, mask, queries, _flat(ring.keys[ring.source(step)]), scale)
-            result = builder.call(STEP, args)
-            state = [builder.call(operator.getitem, (result, i)) for i in range(2)]
-        if step + 1 in ring.steps:
-            block = _arrive(builder, ring, step + 1, coming, [k, v])
-            coming = _fetch(builder, ring, step + 2, [k, v], group, "keys and values")
-    out, lse = state
-    assert out is not None and lse is not None
+    schedule = _schedule(builder, node, q, k, mask)
+    group = _group(builder, "cp", schedule)
+    exchanges = Exchanges(builder, schedule, group, "attention", queries=[[q]], keys=[[k, v]])
+    state: list[fx.Node] = []
+    data: list[list[fx.Node]] = []
+    coming, returning = exchanges.fetch(1), None
+    for step in schedule.steps:
+        made: list[fx.Node] = []
+        if job := schedule.job(step):
+            helps, fetches = job[0] != schedule.own, job[1] != schedule.own
+            rows, columns = (data[0] if helps else [q]), (data[0] if fetches else [k, v])
+            carried = state if state and not helps else [None, None]
+            arguments = (*rows, *columns, tables, *carried, mask, *_positions(schedule, job), scale)
+            result = _results(builder, STEP, arguments, 2)
+            made, state = (result, state) if helps else ([], result)
+        state = _merged(builder, state, exchanges.arrive(returning))
+        returning = exchanges.give_back(step, made, {"queries": state})
+        data, coming = exchanges.arrive(coming), exchanges.fetch(step + 2)
+    out, lse = _merged(builder, state, exchanges.arrive(returning))
     return [_cast(builder, out, q.meta["val"].dtype), lse]
 
 
 def _backward(builder: Builder, node: fx.Node) -> list[fx.Node]:
     d_out, q, k, v, out, lse, tables, mask, scale = node.args
-    ring = _ring(builder, q, k, mask)
-    group = _group(builder, "cp.backward", ring)
-    queries = _flat(ring.queries[ring.own])
-    block: list[fx.Node] = [k, v]
-    coming = _fetch(builder, ring, 1, [k, v], group, "keys and values, again for backward")
-    total: list[fx.Node | None] = [None, None, None]
-    returning: tuple[int, fx.Node] | None = None
-    for step in ring.steps:
-        gradients: list[fx.Node] = []
-        if ring.receives(step) or step == 0:
-            args = (d_out, q, *block, out, lse, tables, mask, queries, _flat(ring.keys[ring.source(step)]), scale)
-            result = builder.call(BACKWARD_STEP, args)
-            dq, *gradients = [builder.call(operator.getitem, (result, i)) for i in range(3)]
-            total[0] = _add(builder, total[0], dq)
-        if step == 0:
-            total[1:] = gradients
-        else:
-            total[1:] = _collect(builder, returning, total[1:], [k, v])
-            returning = _return(builder, ring, step, gradients, total[1], [k, v], group)
-        if step + 1 in ring.steps:
-            block = _arrive(builder, ring, step + 1, coming, [k, v])
-            coming = _fetch(builder, ring, step + 2, [k, v], group, "keys and values, again for backward")
-    total[1:] = _collect(builder, returning, total[1:], [k, v])
-    results = []
-    for gradient, operand in zip(total, (q, k, v), strict=True):
-        assert gradient is not None
-        results.append(_cast(builder, gradient, operand.meta["val"].dtype))
-    return results
+    schedule = _schedule(builder, node, q, k, mask)
+    group = _group(builder, "cp.backward", schedule)
+    rows_here, columns_here = [d_out, q, out, lse], [k, v]
+    exchanges = Exchanges(
+        builder, schedule, group, "attention's backward", queries=[[d_out, q, out], [lse]], keys=[columns_here]
+    )
+    dq: list[fx.Node] = []
+    dkv: list[fx.Node] = []
+    data: list[list[fx.Node]] = []
+    coming, returning = exchanges.fetch(1), None
+    for step in schedule.steps:
+        made: list[fx.Node] = []
+        if job := schedule.job(step):
+            helps, fetches = job[0] != schedule.own, job[1] != schedule.own
+            rows = [*data[0], *data[1]] if helps else rows_here
+            columns = data[0] if fetches else columns_here
+            arguments = (*rows[:2], *columns, *rows[2:], tables, mask, *_positions(schedule, job), scale)
+            of_rows, *of_columns = _results(builder, BACKWARD_STEP, arguments, 3)
+            made = [of_rows] if helps else of_columns if fetches else []
+            dq = dq if helps else _sums(builder, dq, [of_rows])
+            dkv = dkv if fetches else _sums(builder, dkv, of_columns)
+        dq, dkv = _with_returned(builder, dq, dkv, returning, exchanges)
+        returning = exchanges.give_back(step, made, {"queries": dq, "keys": dkv})
+        data, coming = exchanges.arrive(coming), exchanges.fetch(step + 2)
+    dq, dkv = _with_returned(builder, dq, dkv, returning, exchanges)
+    return [
+        _cast(builder, gradient, operand.meta["val"].dtype)
+        for gradient, operand in zip([*dq, *dkv], (q, k, v), strict=True)
+    ]
 
 
-def _fetch(builder: Builder, ring: Ring, step: int, block: list[fx.Node], group: str, what: str) -> fx.Node | None:
-    """Starts the exchange of blocks for `step`; None if this rank neither sends nor receives one."""
-    if step not in ring.steps or not (ring.sends(step) or ring.receives(step)):
-        return None
-    source = ring.ranks[ring.source(step)] if ring.receives(step) else -1
-    destination = ring.ranks[ring.consumer(step)] if ring.sends(step) else -1
-    shapes = _block_shapes(block, ring.keys[ring.source(step)])
-    return builder.exchange(block, destination, source, shapes, block[0].meta["val"], group, f"{what}, step {step}")
+def _merged(builder: Builder, state: list[fx.Node], came: list[list[fx.Node]]) -> list[fx.Node]:
+    """The state with the one that a helper returned."""
+    return _results(builder, MERGE, (*state, *came[0]), 2) if came else state
 
 
-def _arrive(builder: Builder, ring: Ring, step: int, coming: fx.Node | None, block: list[fx.Node]) -> list[fx.Node]:
-    if coming is None:
-        return []
-    return builder.receive(coming, _block_shapes(block, ring.keys[ring.source(step)]))
+def _with_returned(
+    builder: Builder, dq: list[fx.Node], dkv: list[fx.Node], returning: Coming | None, exchanges: Exchanges
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The gradients of the own queries, keys and values with what another rank's job added to them."""
+    came = exchanges.arrive(returning)
+    if not came or returning is None:
+        return dq, dkv
+    if returning.side == "queries":
+        return _sums(builder, dq, came[0]), dkv
+    return dq, _sums(builder, dkv, came[0])
 
 
-def _return(
-    builder: Builder,
-    ring: Ring,
-    step: int,
-    gradients: list[fx.Node],
-    like: fx.Node | None,
-    block: list[fx.Node],
-    group: str,
-) -> tuple[int, fx.Node] | None:
-    """Starts sending the gradients of the block used at `step` to its owner, and receiving those of the own block."""
-    if not (ring.sends(step) or ring.receives(step)):
-        return None
-    assert like is not None
-    destination = ring.ranks[ring.source(step)] if ring.receives(step) else -1
-    source = ring.ranks[ring.consumer(step)] if ring.sends(step) else -1
-    shapes = _block_shapes(block, ring.keys[ring.own])
-    why = f"gradients of keys and values to their owner, step {step}"
-    return step, builder.exchange(gradients, destination, source, shapes, like.meta["val"], group, why)
-
-
-def _collect(
-    builder: Builder, returning: tuple[int, fx.Node] | None, total: list[fx.Node | None], block: list[fx.Node]
-) -> list[fx.Node | None]:
-    """Adds the gradients of the own block that another rank returned."""
-    if returning is None:
-        return total
-    shapes = [list(each.meta["val"].shape) for each in block]
-    came = builder.receive(returning[1], shapes)
-    return [_add(builder, mine, theirs) for mine, theirs in zip(total, came, strict=True)] if came else total
-
-
-def _ring(builder: Builder, q: fx.Node, k: fx.Node, mask: str) -> Ring:
-    """Who holds what; a single coordinate where the keys are whole."""
-    sharding = builder.sharding
+def _schedule(builder: Builder, node: fx.Node, q: fx.Node, k: fx.Node, mask: str) -> Schedule:
+    """Who holds what, and does what when; a single coordinate where the keys are whole."""
+    sharding, program = builder.sharding, builder.program
     q_axis, k_axis = _axis(builder, q), _axis(builder, k)
     if k_axis is None:
         queries = sharding.intervals(q_axis) if q_axis else ((0, q.meta["val"].shape[2]),)
-        own = (builder.program.rank,)
-        return Ring(own, 0, (queries,), (((0, k.meta["val"].shape[2]),),), ((True,),))
+        keys = ((0, k.meta["val"].shape[2]),)
+        return Schedule((program.rank,), 0, (queries,), (keys,), schedules.ring([[True]]))
     assert q_axis is not None
     mesh_axis = sharding.splits[k_axis.name].mesh_axis
-    ranks = builder.program.mesh.peers(builder.program.rank, {mesh_axis})
+    ranks = program.mesh.peers(program.rank, {mesh_axis})
     seen_from = [sharding.at({**sharding.coordinate, mesh_axis: i}) for i in range(len(ranks))]
-    queries = tuple(each.intervals(q_axis) for each in seen_from)
-    keys = tuple(each.intervals(k_axis) for each in seen_from)
-    needs = tuple(tuple(_sees(mask, q_part, k_part) for k_part in keys) for q_part in queries)
-    return Ring(ranks, sharding.coordinate[mesh_axis], queries, keys, needs)
+    queries_of = tuple(each.intervals(q_axis) for each in seen_from)
+    keys_of = tuple(each.intervals(k_axis) for each in seen_from)
+    needs = [[_sees(mask, q_part, k_part) for k_part in keys_of] for q_part in queries_of]
+    jobs = schedules.ring(needs)
+    if program.plan.attention == "balanced":
+        if schedules.is_causal(needs):
+            jobs = schedules.balanced(needs)
+        elif node.target == ATTENTION:
+            why = f"the mask {mask!r} lets queries see later keys; the balanced schedule is for causal masks"
+            program.notes.append(Note("attention by the ring schedule", why, source_line(node)))
+    return Schedule(ranks, sharding.coordinate[mesh_axis], queries_of, keys_of, jobs)
 
 
 def _sees(mask: str, queries: Intervals, keys: Intervals) -> bool:
@@ -223,26 +168,32 @@ def _axis(builder: Builder, tensor: fx.Node) -> Axis | None:
     return factor.axis if factor.split else None
 
 
-def _group(builder: Builder, purpose: str, ring: Ring) -> str:
-    if len(ring.ranks) == 1:
+def _group(builder: Builder, purpose: str, schedule: Schedule) -> str:
+    if len(schedule.ranks) == 1:
         return ""
     group = builder.group(purpose, frozenset({"cp"}))
-    assert group_ranks(group) == ring.ranks
+    assert group_ranks(group) == schedule.ranks
     return group
 
 
-def _block_shapes(block: list[fx.Node], positions: Intervals) -> list[list[int]]:
-    count = sum(hi - lo for lo, hi in positions)
-    shapes = [list(each.meta["val"].shape) for each in block]
-    return [[batch, heads, count, dim] for batch, heads, _, dim in shapes]
+def _positions(schedule: Schedule, job: Job) -> tuple[list[int], list[int]]:
+    """Positions of a job's queries and keys as [lo, hi, lo, hi, …]."""
+    queries, keys = (
+        [bound for interval in intervals for bound in interval]
+        for intervals in (schedule.queries[job[0]], schedule.keys[job[1]])
+    )
+    return queries, keys
 
 
-def _flat(intervals: Intervals) -> list[int]:
-    return [bound for interval in intervals for bound in interval]
+def _results(builder: Builder, target: object, arguments: tuple[object, ...], count: int) -> list[fx.Node]:
+    result = builder.call(target, arguments)  # type: ignore[arg-type]
+    return [builder.call(operator.getitem, (result, i)) for i in range(count)]
 
 
-def _add(builder: Builder, a: fx.Node | None, b: fx.Node) -> fx.Node:
-    return b if a is None else builder.call(aten.add.Tensor, (a, b))
+def _sums(builder: Builder, total: list[fx.Node], more: list[fx.Node]) -> list[fx.Node]:
+    if not total:
+        return more
+    return [builder.call(aten.add.Tensor, (a, b)) for a, b in zip(total, more, strict=True)]
 
 
 def _cast(builder: Builder, value: fx.Node, dtype: torch.dtype) -> fx.Node:

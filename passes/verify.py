@@ -168,13 +168,13 @@ def _kind_of(node: fx.Node | None) -> tuple[Any, ...] | None:
 
 
 def _input_problems(graph: str, placed: list[fx.Node], inputs: list[Any]) -> Iterator[str]:
-    """Placeholders must be the inputs, in order; parameters may be shards, all others come with global shapes."""
+    """Placeholders must be the inputs, in order; parameters and parts may be shards, all others are whole."""
     if len(placed) != len(inputs):
         yield f"the {graph} graph has {len(placed)} placeholders for {len(inputs)} inputs"
         return
     for node, each in zip(placed, inputs, strict=True):
         value = node.meta["val"]
-        whole = each.kind is InputKind.PARAMETER or tuple(value.shape) == each.shape
+        whole = each.kind is InputKind.PARAMETER or each.is_part or tuple(value.shape) == each.shape
         if value.dtype != each.dtype or not whole:
             yield (
                 f"{graph}.{node.name} is {value.dtype} {tuple(value.shape)}; "

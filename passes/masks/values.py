@@ -18,7 +18,7 @@ import torch
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean
 
-from evocompile.kernels.mask import Bounds, Region, bounds_of, normalize, truth_of
+from evocompile.kernels.mask import B, Bounds, H, Region, bounds_of, normalize, truth_of
 
 Cases: TypeAlias = tuple[tuple[Boolean, sympy.Expr], ...]
 Value: TypeAlias = Boolean | Cases
@@ -49,7 +49,15 @@ class Domain:
 
     def bounds(self, number: sympy.Expr) -> Bounds:
         """Inclusive bounds of an integer over the domain."""
-        return bounds_of(number)(self.region)
+        least = most = 0
+        for symbol, size in ((B, self.batch), (H, self.heads)):
+            factor = number.coeff(symbol)
+            rest = sympy.expand(number - factor * symbol)
+            if factor.is_Integer and symbol not in rest.free_symbols:
+                reached = int(factor) * (size - 1)
+                number, least, most = rest, least + min(reached, 0), most + max(reached, 0)
+        low, high = bounds_of(number)(self.region)
+        return low + least, high + most
 
     def settle(self, condition: Boolean) -> Boolean:
         """The condition in normal form, without relations that hold everywhere or nowhere in the domain."""

@@ -112,7 +112,9 @@ def _assign(
     assigned: dict[str, Dim] = {}
     for tensor, layout in zip(tensors, layouts, strict=True):
         for labels, dim in zip(tensor, layout.dims, strict=True):
-            if not labels:
+            if not labels:  # of size one, which may be an axis that the plan splits
+                if _is_split(dim):
+                    problems.append("a view drops or adds a split dim")
                 continue
             parts = regroup(dim, [sizes[label] for label in labels])
             if parts is None:
