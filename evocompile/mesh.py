@@ -66,10 +66,21 @@ class Mesh:
 
 
 def group_name(purpose: str, ranks: tuple[int, ...]) -> str:
-    """Name of a communicator in the graph. Equal ranks under two purposes are two communicators."""
+    """Name of a communicator in the graph: "cp:0,1", "params:0-63", or "grads.copies:1-61/4" for every fourth rank.
+
+    Equal ranks under two purposes are two communicators.
+    """
+    step = ranks[1] - ranks[0] if len(ranks) > 2 else 0
+    if step and ranks == tuple(range(ranks[0], ranks[-1] + 1, step)):
+        return f"{purpose}:{ranks[0]}-{ranks[-1]}" + (f"/{step}" if step > 1 else "")
     return f"{purpose}:{','.join(map(str, ranks))}"
 
 
 def group_ranks(name: str) -> tuple[int, ...]:
     """The ranks of a communicator, from its name in the graph."""
-    return tuple(int(rank) for rank in name.split(":")[1].split(","))
+    ranks = name.split(":")[1]
+    if "-" not in ranks:
+        return tuple(int(rank) for rank in ranks.split(","))
+    bounds, _, step = ranks.partition("/")
+    first, last = map(int, bounds.split("-"))
+    return tuple(range(first, last + 1, int(step or 1)))

@@ -21,12 +21,15 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError, Unsupported, UserError
 from torch._dynamo.hooks import Hooks
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.types import GuardFilterEntry
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.variables import ConstantVariable, UserFunctionVariable
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     InputMutationAOTOutput,
@@ -151,13 +154,44 @@ def trace(function: types.FunctionType, args: tuple[Any, ...]) -> DynamoGraph | 
         "specialize_float": True,
         "ignore_logging_functions": torch._dynamo.config.ignore_logging_functions | _logging_functions(),
     }
-    with torch._dynamo.config.patch(static), get_metrics_context():
+    with torch._dynamo.config.patch(static), _attention_modules_inlined(), get_metrics_context():
         output = fullgraph_capture(function, args)
     if output.backend_input is None:
         return None
     graph_module = output.backend_input.graph_module
     sources = [str(node._dynamo_source.name) for node in graph_module.graph.find_nodes(op="placeholder")]
     return DynamoGraph(function, graph_module, sources, output)
+
+
+class _Unchecked(UserFunctionVariable):
+    """A check whose message Dynamo cannot trace. It returns nothing."""
+
+    def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+        return ConstantVariable.create(None)
+
+
+_FAST_PATH = "_is_fastpath_enabled"
+
+
+@contextlib.contextmanager
+def _attention_modules_inlined() -> Iterator[None]:
+    """While it lasts, Dynamo looks into `F.multi_head_attention_forward`, and torch's modules call it in eval() too.
+
+    Dynamo would else leave it in the graph as one call, and AOTAutograd would choose a kernel in it.
+    """
+    rules = get_torch_obj_rule_map()
+    changed = {F.multi_head_attention_forward: UserFunctionVariable, F._check_key_padding_mask: _Unchecked}
+    before = {function: rules.get(function) for function in changed}
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    rules.update(changed)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        rules.update({function: rule for function, rule in before.items() if rule is not None})
+        for function in [function for function, rule in before.items() if rule is None]:
+            del rules[function]
 
 
 def _logging_functions() -> set[Callable[..., Any]]:
@@ -196,14 +230,22 @@ def graph_inputs(dynamo: DynamoGraph, args: tuple[Any, ...]) -> list[Any]:
 
 
 def build_guards(dynamo: DynamoGraph, replaced: Sequence[Tensor]) -> Any:
-    """Dynamo's guards of the traced call, without those on `replaced` tensors and on what is read from them."""
+    """Dynamo's guards of the traced call, without those on `replaced` tensors and on what is read from them.
+
+    The switch that `trace` turns off is not guarded either: the graph is right whatever it says.
+    """
     ids = {id(tensor) for tensor in replaced}
 
     def keep(entries: Sequence[GuardFilterEntry]) -> list[bool]:
         tensors = {_source(entry).name for entry in entries if entry.has_value and id(entry.value) in ids}
-        return [not any(source.name in tensors for source in _chain(_source(entry))) for entry in entries]
+        return [
+            not _source(entry).name.endswith(_FAST_PATH)
+            and not any(source.name in tensors for source in _chain(_source(entry)))
+            for entry in entries
+        ]
 
-    with get_metrics_context(), dynamo_timed("evocompile_guards", log_pt2_compile_event=True):
+    hooks = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)  # one that is added later must run
+    with hooks, get_metrics_context(), dynamo_timed("evocompile_guards", log_pt2_compile_event=True):
         capture = dynamo.output.graph_capture_output
         return capture.build_guards(dynamo.function.__code__, Hooks(guard_filter_fn=keep)).guard_manager
 
@@ -304,8 +346,13 @@ def export_joint(dynamo: DynamoGraph) -> JointGraph:
     """Forward and backward of Dynamo's graph as one graph of aten operators; the forward alone under `no_grad`."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(tracing(TracingContext(dynamo.fake_mode)))
+        # a tensor that the model reads from its globals is still a real one, and would get symbolic sizes
+        inputs = [
+            each if is_fake(each) else dynamo.fake_mode.from_tensor(each, static_shapes=True)
+            for each in dynamo.example_inputs
+        ]
         exported = aot_export_joint_with_descriptors(
-            stack, dynamo.graph_module, tuple(dynamo.example_inputs), decompositions=decompositions()
+            stack, dynamo.graph_module, tuple(inputs), decompositions=decompositions()
         )
     graph = exported.graph_module.graph
     tangents: list[int | None] = []

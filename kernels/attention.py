@@ -334,6 +334,27 @@ def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> Gradients:
     return _gradients_like(q, k, v, q.dtype)
 
 
+def _register_autocast(dispatch_key: str, device_type: str) -> None:
+    """Under autocast q, k and v take its dtype, as torch does for scaled_dot_product_attention."""
+
+    def cast_and_attend(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.get_autocast_dtype(device_type)
+        if q.dtype != torch.float64:
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+            mask = mask if mask is None or mask.dtype == torch.bool else mask.to(dtype)
+        with torch.autocast(device_type, enabled=False):
+            return torch.ops.evocompile.dense_attention(q, k, v, mask, is_causal, scale)
+
+    _autocast.impl("dense_attention", cast_and_attend, dispatch_key)
+
+
+_autocast = torch.library.Library("evocompile", "IMPL")
+_register_autocast("AutocastCPU", "cpu")
+_register_autocast("AutocastCUDA", "cuda")
+
+
 def _save_dense(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, mask, ctx.is_causal, ctx.scale = inputs
     out, lse = output

@@ -23,11 +23,15 @@ _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def make_attention_canonical(gm: fx.GraphModule) -> None:
-    """Rewrites the graph in place. Raises CaptureError, with the model's line, for an attention that is not built."""
-    for node in gm.graph.find_nodes(op="call_function", target=_SDPA):
-        _replace_sdpa(node)
-    gm.graph.lint()
-    gm.recompile()
+    """Rewrites the graph in place. Raises CaptureError, with the model's line, for an attention that is not built.
+
+    Bodies of regions (activation checkpoints) are graphs of their own inside the graph, and are rewritten too.
+    """
+    for body in [each for each in gm.modules() if isinstance(each, fx.GraphModule)]:
+        for node in body.graph.find_nodes(op="call_function", target=_SDPA):
+            _replace_sdpa(node)
+        body.graph.lint()
+        body.recompile()
 
 
 def _replace_sdpa(node: fx.Node) -> None:

@@ -39,7 +39,7 @@ def convert(builder: Builder, value: fx.Node, have: Layout, want: Layout) -> fx.
     for dim, (factor, target) in enumerate(zip(factors, targets, strict=True)):
         if target.split and factor != target:
             assert target.axis is not None
-            value = _index(builder, value, dim, builder.sharding.intervals(target.axis))
+            value = _index(builder, value, dim, target.axis)
     if any(len(dim) != 1 for dim in want_dims) or len(targets) != len(want.dims):
         value = builder.call(aten.reshape.default, (value, list(builder.sharding.local_shape(want))))
     builder.layouts[value] = want
@@ -95,10 +95,17 @@ def _reshape(builder: Builder, value: fx.Node, dims: list[Dim]) -> fx.Node:
     return builder.call(aten.reshape.default, (value, shape))
 
 
-def _index(builder: Builder, value: fx.Node, dim: int, intervals: tuple[Interval, ...]) -> fx.Node:
-    """The positions in `intervals` of one dim."""
-    parts = [builder.call(aten.slice.Tensor, (value, dim, lo, hi)) for lo, hi in intervals or ((0, 0),)]
-    return parts[0] if len(parts) == 1 else builder.call(aten.cat.default, (parts, dim))
+def _index(builder: Builder, value: fx.Node, dim: int, axis: Axis) -> fx.Node:
+    """This rank's positions of one dim.
+
+    The same operators on every rank, however many intervals it has: what later passes decide by them (a slice is a
+    free view, a concatenation is not) must come out alike everywhere, or the ranks' collectives differ.
+    """
+    intervals = builder.sharding.intervals(axis) or ((0, 0),)
+    parts = [builder.call(aten.slice.Tensor, (value, dim, lo, hi)) for lo, hi in intervals]
+    if builder.sharding.splits[axis.name].order == "contiguous":
+        return parts[0]
+    return builder.call(aten.cat.default, (parts, dim))
 
 
 def _gather(builder: Builder, value: fx.Node, dim: int, factor: Factor) -> fx.Node:

@@ -81,7 +81,9 @@ def _iota(builder: Builder, node: fx.Node, results: Any, _: Any, __: Any) -> fx.
         builder.call(node.target, (hi - lo,), {**node.kwargs, "start": start + lo * step})
         for lo, hi in builder.sharding.intervals(factor.axis) or ((0, 0),)
     ]
-    return parts[0] if len(parts) == 1 else builder.call(aten.cat.default, (parts, 0))
+    if builder.sharding.splits[factor.axis.name].order == "contiguous":
+        return parts[0]
+    return builder.call(aten.cat.default, (parts, 0))
 
 
 def _mean(builder: Builder, node: fx.Node, results: Any, layouts: Any, operands: list[fx.Node]) -> fx.Node:

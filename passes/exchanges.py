@@ -50,7 +50,8 @@ class Exchanges:
         side, sent_side = self._side(schedule.job(step)), self._lent(consumer, step)
         shapes = () if side is None or source is None else self._shapes(side, source)
         sent = [] if sent_side is None else self._own[sent_side]
-        return self._exchange(sent, consumer, source, side if shapes else None, shapes, f"for step {step}")
+        like = [] if side is None or not shapes else self._own[side]
+        return self._exchange(sent, consumer, source, side if shapes else None, shapes, like, f"for step {step}")
 
     def arrive(self, coming: Coming | None) -> list[list[fx.Node]]:
         """Waits for what `fetch` or `give_back` started: the groups that came, [] if nothing was to come."""
@@ -84,6 +85,7 @@ class Exchanges:
             consumer if shapes else None,
             lent if shapes else None,
             (shapes,) if shapes else (),
+            [like],
             why,
         )
 
@@ -94,30 +96,28 @@ class Exchanges:
         source: int | None,
         side: Side | None,
         shapes: tuple[list[list[int]], ...],
+        like: Groups,
         when: str,
     ) -> Coming | None:
+        """Message i sends sent[i] and receives shapes[i], of the dtype of like[i]."""
         ranks = self._schedule.ranks
         starts = []
         for i in range(max(len(sent), len(shapes))):
             tensors = sent[i] if i < len(sent) else []
             wanted = shapes[i] if i < len(shapes) else []
-            like = (tensors or self._like(side, i))[0].meta["val"]
+            example = (tensors or like[i])[0].meta["val"]
             starts.append(
                 self._builder.exchange(
                     tensors,
                     -1 if destination is None or not tensors else ranks[destination],
                     -1 if source is None or not wanted else ranks[source],
                     wanted,
-                    like,
+                    example,
                     self._group,
                     f"{self._what}, {when}",
                 )
             )
         return Coming(tuple(starts), side, shapes) if starts else None
-
-    def _like(self, side: Side | None, message: int) -> Sequence[fx.Node]:
-        assert side is not None
-        return self._own[side][message]
 
     def _side(self, job: Job | None) -> Side | None:
         """What a job needs of another rank: queries for a helper, keys for the owner of the queries."""

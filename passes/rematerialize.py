@@ -8,6 +8,7 @@ shards so that no rank ever keeps a whole layer between forward and backward.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -67,12 +68,12 @@ def rematerialize(program: Program) -> Program:
     collectives: dict[fx.Node, Collective] = {}
     layouts: dict[fx.Node, Layout] = {}
     forward = _extract(
-        program, in_forward, _inputs(joint.graph, tangents, False), [*results, *saved], False, collectives, layouts
+        program, in_forward, _inputs(joint.graph, tangents, False), [*results, *saved], set(), collectives, layouts
     )
     backward = None
     if has_backward:
         incoming = [*saved, *_inputs(joint.graph, tangents, True)]
-        backward = _extract(program, in_backward, incoming, gradients, True, collectives, layouts)
+        backward = _extract(program, in_backward, incoming, gradients, again, collectives, layouts)
     return replace(program, joint=None, forward=forward, backward=backward, collectives=collectives, layouts=layouts)
 
 
@@ -100,7 +101,7 @@ def _effects(graph: fx.Graph, tangents: set[fx.Node]) -> list[fx.Node]:
     """
     of_backward = set(tangents)
     for node in graph.nodes:
-        if _is_exchange(node, "cp.backward:") or any(each in of_backward for each in node.all_input_nodes):
+        if _is_exchange(node, ".backward:") or any(each in of_backward for each in node.all_input_nodes):
             of_backward.add(node)
     return [
         node
@@ -109,10 +110,10 @@ def _effects(graph: fx.Graph, tangents: set[fx.Node]) -> list[fx.Node]:
     ]
 
 
-def _is_exchange(node: fx.Node, purpose: str = "") -> bool:
-    """The start or the wait of a point-to-point exchange, on a communicator of this purpose."""
+def _is_exchange(node: fx.Node, suffix: str = "") -> bool:
+    """The start or the wait of a point-to-point exchange, on a communicator whose purpose ends in `suffix`."""
     start = node.args[0] if node.target is exchange_wait else node
-    return isinstance(start, fx.Node) and start.target is exchange_start and str(start.args[-1]).startswith(purpose)
+    return isinstance(start, fx.Node) and start.target is exchange_start and suffix in str(start.args[-1])
 
 
 def _recomputable(graph: fx.Graph, in_forward: set[fx.Node]) -> set[fx.Node]:
@@ -155,7 +156,7 @@ def _extract(
     nodes: set[fx.Node],
     inputs: list[fx.Node],
     outputs: list[fx.Node | None],
-    is_backward: bool,
+    again: set[fx.Node],
     collectives: dict[fx.Node, Collective],
     layouts: dict[fx.Node, Layout],
 ) -> fx.GraphModule:
@@ -167,16 +168,34 @@ def _extract(
         copies[node].meta = dict(node.meta)
         if node in program.layouts:
             layouts[copies[node]] = program.layouts[node]
-    for node in program.joint.graph.nodes:
-        if node not in nodes or node in copies:
-            continue
+    for node in _just_in_time(program.joint.graph, nodes - copies.keys(), again):
         copies[node] = graph.node_copy(node, copies.__getitem__)
         if node in program.layouts:
             layouts[copies[node]] = program.layouts[node]
         if node in program.collectives:
             collective = program.collectives[node]
-            if is_backward and _gathers_parameter(node):
+            if node in again:
                 collective = replace(collective, why=f"{collective.why}, again for backward")
             collectives[copies[node]] = collective
     graph.output([copies[node] if isinstance(node, fx.Node) else None for node in outputs])
     return fx.GraphModule(program.joint, graph)
+
+
+def _just_in_time(graph: fx.Graph, nodes: set[fx.Node], again: set[fx.Node]) -> Iterator[fx.Node]:
+    """`nodes` in the graph's order, but those that are had again right before their first use: a gathered layer is
+    there when its backward comes, not before."""
+    done: set[fx.Node] = set()
+    wanted = [node for node in graph.nodes if node in nodes and node not in again]
+    (output,) = graph.find_nodes(op="output")
+    for node in [*wanted, *(each for each in output.all_input_nodes if each in nodes)]:
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            missing = [each for each in top.all_input_nodes if each in nodes and each not in done]
+            if missing:
+                stack.extend(reversed(missing))
+            else:
+                stack.pop()
+                if top not in done:
+                    done.add(top)
+                    yield top

@@ -61,7 +61,7 @@ def _replace_results(builder: Builder, node: fx.Node, results: Sequence[fx.Node]
 def _forward(builder: Builder, node: fx.Node) -> list[fx.Node]:
     q, k, v, tables, mask, scale = node.args
     schedule = _schedule(builder, node, q, k, mask)
-    group = _group(builder, "cp", schedule)
+    group = _group(builder, k, schedule)
     exchanges = Exchanges(builder, schedule, group, "attention", queries=[[q]], keys=[[k, v]])
     state: list[fx.Node] = []
     data: list[list[fx.Node]] = []
@@ -85,7 +85,7 @@ def _forward(builder: Builder, node: fx.Node) -> list[fx.Node]:
 def _backward(builder: Builder, node: fx.Node) -> list[fx.Node]:
     d_out, q, k, v, out, lse, tables, mask, scale = node.args
     schedule = _schedule(builder, node, q, k, mask)
-    group = _group(builder, "cp.backward", schedule)
+    group = _group(builder, k, schedule, ".backward")
     rows_here, columns_here = [d_out, q, out, lse], [k, v]
     exchanges = Exchanges(
         builder, schedule, group, "attention's backward", queries=[[d_out, q, out], [lse]], keys=[columns_here]
@@ -168,10 +168,13 @@ def _axis(builder: Builder, tensor: fx.Node) -> Axis | None:
     return factor.axis if factor.split else None
 
 
-def _group(builder: Builder, purpose: str, schedule: Schedule) -> str:
-    if len(schedule.ranks) == 1:
+def _group(builder: Builder, k: fx.Node, schedule: Schedule, suffix: str = "") -> str:
+    """The communicator of the ranks that split the keys, named by their mesh axis: "cp:0,1", "cp.backward:0,1"."""
+    axis = _axis(builder, k)
+    if axis is None:
         return ""
-    group = builder.group(purpose, frozenset({"cp"}))
+    mesh_axis = builder.sharding.splits[axis.name].mesh_axis
+    group = builder.group(mesh_axis + suffix, frozenset({mesh_axis}))
     assert group_ranks(group) == schedule.ranks
     return group
 

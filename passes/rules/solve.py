@@ -98,6 +98,9 @@ def forward(
 
 def pull(dims: Dims, sizes: Mapping[str, int], wanted: Layout) -> Solution | None:
     """From the wanted part of a node's only result to the parts of its operands; None if it cannot be pulled."""
+    (result,) = dims.results
+    if any(_is_split(dim) for labels, dim in zip(result, wanted.dims, strict=True) if not labels):
+        return None  # a dim of size 1 that is split has no counterpart in the operands
     problems: list[str] = []
     assigned = _assign(dims.results, [wanted], sizes, problems)
     if problems or any(_is_split(assigned[label]) for label in dims.whole & assigned.keys()):
@@ -153,16 +156,22 @@ def _seed(factor: Factor, splits: Mapping[str, Split]) -> Factor:
 
 
 def _one_label_per_mesh_axis(assigned: dict[str, Dim], splits: Mapping[str, Split], problems: list[str]) -> None:
-    """A mesh axis can split one label of a node; the first keeps it (queries before keys in q kᵀ)."""
-    owner: dict[str, str] = {}
+    """A mesh axis can split one factor of a node; the first keeps it (queries before keys in q kᵀ).
+
+    A label can have two such factors itself: the merged dim of a (batch, seq, seq) tensor.
+    """
+    taken: set[str] = set()
     for label, dim in assigned.items():
+        kept = []
         for factor in dim:
-            if not (factor.split and factor.axis):
-                continue
-            mesh_axis = splits[factor.axis.name].mesh_axis
-            if owner.setdefault(mesh_axis, label) != label:
+            mesh_axis = splits[factor.axis.name].mesh_axis if factor.split and factor.axis else None
+            if mesh_axis in taken:
                 problems.append(f"two dims are split over {mesh_axis}")
-                assigned[label] = tuple(replace(f, split=False) if f == factor else f for f in assigned[label])
+                factor = replace(factor, split=False)
+            elif mesh_axis:
+                taken.add(mesh_axis)
+            kept.append(factor)
+        assigned[label] = tuple(kept)
 
 
 def _passing_partial(dims: Dims, layouts: list[Layout], used: set[str]) -> frozenset[int]:

@@ -22,6 +22,11 @@ from evocompile.virtual import virtual_step
 
 BATCH, LENGTH, WIDTH = 3, 13, 4
 
+
+def square() -> Tensor:
+    return torch.linspace(-1, 1, WIDTH * WIDTH, dtype=torch.float64).view(WIDTH, WIDTH)
+
+
 Function = Callable[[Tensor, Tensor], Tensor]
 
 FUNCTIONS: dict[str, Function] = {
@@ -78,6 +83,8 @@ FUNCTIONS: dict[str, Function] = {
         x[:, :-1].reshape(-1, WIDTH), (ids % WIDTH)[:, 1:].reshape(-1), ignore_index=1
     ),
     "one hot": lambda x, ids: F.one_hot(ids % WIDTH, WIDTH).to(x.dtype) @ x.transpose(1, 2),
+    "features of pairs": lambda x, ids: ((x[:, :, None] + x[:, None]) @ square()).tanh().sum(2),
+    "a product over the heads of scores": lambda x, ids: (x @ x.mT)[..., None].expand(-1, -1, -1, WIDTH) @ square(),
     "repeat": lambda x, ids: x.repeat(1, 1, 2),
     "logsumexp over the sequence": lambda x, ids: x.logsumexp(1),
 }
@@ -95,11 +102,35 @@ class Model(nn.Module):
         return self.function(x * self.weight, ids)
 
 
+class Gated(nn.Module):
+    """A parameter for each position, which the backward needs again: gathered alike on every rank."""
+
+    def __init__(self, square: bool) -> None:
+        super().__init__()
+        self.square = square
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, LENGTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        y = x * self.weight[:, None]
+        return y.square().sum() if self.square else y
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_operator_equals_one_device(name: str) -> None:
     torch.manual_seed(0)
     x, ids = torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64), torch.randint(0, 9, (BATCH, LENGTH))
-    model = Model(FUNCTIONS[name])
+    assert_equal_to_one_device(Model(FUNCTIONS[name]), x, ids)
+
+
+@pytest.mark.parametrize("square", [False, True])
+def test_a_parameter_of_positions(square: bool) -> None:
+    torch.manual_seed(0)
+    assert_equal_to_one_device(
+        Gated(square), torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64), torch.zeros(BATCH, LENGTH).long()
+    )
+
+
+def assert_equal_to_one_device(model: Model | Gated, x: Tensor, ids: Tensor) -> None:
     expected = model(x, ids)
     expected.sum().backward()
     program = capture(model.forward, model, (), {"x": x, "ids": ids}).program
@@ -107,7 +138,7 @@ def test_operator_equals_one_device(name: str) -> None:
         programs = [run_passes(program, plan, rank) for rank in range(plan.world)]
         inputs = []
         for rank in range(plan.world):
-            lo, hi = shard_rows(WIDTH, plan.world, rank)
+            lo, hi = shard_rows(len(model.weight), plan.world, rank)
             values = {"weight": model.weight.detach()[lo:hi], "x": x, "ids": ids}
             inputs.append([values[each.name] for each in program.inputs if each.kind is not InputKind.TANGENT])
         step = virtual_step(programs, inputs)

@@ -130,3 +130,18 @@ def test_schedules_equal_one_device(attention: str, world: int, window: int | No
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-10)
     noted = any("ring schedule" in note.what for note in programs[0].notes)
     assert noted == (attention == "balanced" and window == 0)
+
+
+@pytest.mark.parametrize("attention", ["ring", "zigzag", "balanced"])
+@pytest.mark.parametrize("world", [3, 4])
+def test_bfloat16_exchanges_blocks_in_bfloat16_and_gradients_in_float32(attention: str, world: int) -> None:
+    torch.manual_seed(0)
+    model = Attention(4, 2, None).bfloat16()
+    x = torch.randn(2, 19, 8, dtype=torch.bfloat16)
+    expected = model(x)
+    expected.sum().backward()
+    out, gradients, _ = run(model, x, Plan(cp=world, attention=attention))
+    torch.testing.assert_close(out, expected.detach(), rtol=2e-2, atol=2e-2)
+    for name, parameter in model.named_parameters():
+        error = (gradients[name] - parameter.grad).abs().max()
+        assert error <= 0.02 * parameter.grad.abs().max(), name
