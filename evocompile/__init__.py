@@ -11,11 +11,13 @@ from .errors import (
     StateError,
     VerificationError,
 )
+from .padding import pad_batch
 from .plan import Plan, Shard
 
 # Last, as these functions take the place of the submodules of their names: `evocompile.compile` is the function,
 # `from evocompile.compile import …` still reaches the module.
 from .inspect import inspect  # isort: skip
+from .materialize import materialize  # isort: skip
 from .parallelize import compile, parallelize  # isort: skip
 
 __all__ = [
@@ -32,5 +34,7 @@ __all__ = [
     "VerificationError",
     "compile",
     "inspect",
+    "materialize",
+    "pad_batch",
     "parallelize",
 ]

@@ -148,6 +148,7 @@ def encode(events: Sequence[Event], rank: int) -> tuple[str, list[str]]:
             event.size,
             distances(event, event.sent),
             distances(event, event.received),
+            event.what,
         ]
         for event in events
     ]
@@ -167,7 +168,16 @@ def decode(body: str, groups: Sequence[str], rank: int) -> list[Event]:
     return [
         Event("wait", row[1], start=row[2])
         if row[0] == "wait"
-        else Event(row[0], row[1], groups[row[2]], row[3], row[4], peers(row[2], row[5]), peers(row[2], row[6]))
+        else Event(
+            kind=row[0],
+            node=row[1],
+            group=groups[row[2]],
+            dtype=row[3],
+            size=row[4],
+            sent=peers(row[2], row[5]),
+            received=peers(row[2], row[6]),
+            what=row[7],
+        )
         for row in json.loads(zlib.decompress(base64.b64decode(body)))
     ]
 

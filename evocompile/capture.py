@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from .errors import CaptureError, InputError, VerificationError
 from .fakes import FakeCall, fake_call
 from .first_call import set_up_lazily
 from .guards import Guards, readable_source
+from .local_inputs import Parts
 from .mesh import Mesh
 from .plan import Plan
 from .program import Input, InputKind, Output, OutputKind, Program, output_values, val
@@ -91,11 +92,13 @@ def capture(
     kwargs: dict[str, Any],
     *,
     device: torch.device | None = None,
+    parts: Parts | None = None,
 ) -> Captured:
     """Captures `forward(*args, **kwargs)`, under the present grad mode and autocast, as one joint graph.
 
     forward: the module's bound forward, or any callable that reads `module`.
     device:  where the program will run; default: where the tensors are (those on `meta` join the others).
+    parts:   how the batch arrives, where args and kwargs hold only one replica's part of it.
 
     Raises CaptureError (with the model's source line) for what is not one graph, and for parameters that are written
     to; InputError for inputs that require grad or are written to, and for a device that torch cannot use here.
@@ -106,7 +109,8 @@ def capture(
         for name, spec in guards.inputs.items():
             if spec.requires_grad:
                 raise InputError(f"input {name!r} requires grad; gradients of inputs are not built yet: detach it")
-    with fake_call(module, args, kwargs, device) as fakes:
+    shapes = parts.whole_shapes(args, kwargs) if parts else {}
+    with fake_call(module, args, kwargs, device, shapes) as fakes:
         dynamo = _trace(forward, fakes)
         inputs = _name_inputs(dynamo, forward, fakes)
         guards.add_dynamo(dynamo, list(fakes.replaced))
@@ -120,7 +124,10 @@ def capture(
     _separate_outputs(dynamo.graph_module, differentiable)
     joint = _export(dynamo, any(differentiable))
     _refuse_writes(dynamo, joint, inputs)
+    if parts:
+        inputs = [_in_parts(each, parts, shapes) for each in inputs]
     program = _program(joint, inputs, differentiable)
+    program.batch_parts = parts.rows if parts else ()
     _check_gradients(program, expected)
     names = tuple(each.name for each in inputs if each.kind is InputKind.PARAMETER)
     return Captured(program, names, forward, guards, dynamo)
@@ -172,6 +179,18 @@ def _name_inputs(dynamo: DynamoGraph, forward: Callable[..., Any], fakes: FakeCa
             )
         inputs.append(Input(kind, name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
     return inputs
+
+
+def _in_parts(each: Input, parts: Parts, known: Mapping[str, tuple[int, ...]]) -> Input:
+    """The input, marked if each replica passes its own rows of it. known: the inputs that the ranks agreed about."""
+    if each.kind is not InputKind.USER:
+        return each
+    if each.name not in known:
+        raise InputError(
+            f"input {each.name!r} is in a container that torch.utils._pytree does not know, so its part of the batch "
+            "cannot be found: pass tensors, or lists and dicts of them (**batch)"
+        )
+    return replace(each, is_part=each.name in parts.names)
 
 
 def _name_foreign(source: str, fakes: FakeCall) -> tuple[InputKind, str]:

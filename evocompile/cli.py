@@ -54,8 +54,9 @@ def _parser() -> argparse.ArgumentParser:
 
     inspect = commands.add_parser(
         "inspect",
-        help="print a rank's program after each pass",
-        description="Compiles for one rank of a world that need not exist, and prints plan, communication and graphs.",
+        help="print a rank's program",
+        description="Compiles for one rank of a world that need not exist, and prints plan, "
+        "communication and the names of the passes, or the graph after one of them.",
     )
     model = inspect.add_mutually_exclusive_group(required=True)
     model.add_argument("--demo-model", action="store_true", help="the demo's Llama")

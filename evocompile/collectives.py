@@ -154,6 +154,8 @@ class Event(NamedTuple):
     sent:     (rank, bytes) for each receiver of an exchange or all_to_all; `received`: for each sender. Exchanges
               leave out halves of zero bytes.
     start:    for a wait: position in the list of the start that it waits for.
+    what:     what a collective is for, in the words of `Collective.why`: equal on all members, so that two of equal
+              size which one rank starts in another order do not pass for one another.
     """
 
     kind: str
@@ -164,6 +166,7 @@ class Event(NamedTuple):
     sent: tuple[tuple[int, int], ...] = ()
     received: tuple[tuple[int, int], ...] = ()
     start: int = -1
+    what: str = ""
 
 
 def start_arguments(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,15 +200,30 @@ def start_event(node: fx.Node, given: Mapping[str, Any], where: str = "") -> Eve
     )
 
 
-def graph_events(graph_module: fx.GraphModule, where: str = "", first: int = 0) -> list[Event]:
-    """The starts and waits of a graph in order. `where` prefixes node names; `first`: position of the first event."""
+def graph_events(
+    graph_module: fx.GraphModule,
+    where: str = "",
+    first: int = 0,
+    collectives: Mapping[fx.Node, Collective] | None = None,
+) -> list[Event]:
+    """The starts and waits of a graph in order.
+
+    where:       prefix of node names.
+    first:       position of the first event.
+    collectives: the program's table, which says what each collective is for.
+    """
     found: list[Event] = []
     position: dict[fx.Node, int] = {}
     for node in graph_module.graph.nodes:
         if is_start(node):
             args, kwargs = map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
             position[node] = first + len(found)
-            found.append(start_event(node, start_arguments(node, args, kwargs), where))
+            event = start_event(node, start_arguments(node, args, kwargs), where)
+            if (
+                collectives and node in collectives and event.kind != "exchange"
+            ):  # whose two ends have steps of their own
+                event = event._replace(what=collectives[node].why)
+            found.append(event)
         elif is_wait(node):
             found.append(Event("wait", where + node.name, start=position[node.args[0]]))
     return found
@@ -215,7 +233,7 @@ def program_events(program: Program) -> list[Event]:
     """The starts and waits of a step: the forward graph, then the backward graph (or the joint graph)."""
     found: list[Event] = []
     for name, graph_module in program.graphs.items():
-        found += graph_events(graph_module, f"{name}.", len(found))
+        found += graph_events(graph_module, f"{name}.", len(found), program.collectives)
     return found
 
 

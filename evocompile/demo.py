@@ -219,6 +219,8 @@ def _run_ranks(job: Job, folder: Path, threads: int) -> list[demo_model.Result]:
         return [torch.load(folder / f"{rank}.pt") for rank in range(world)]
     except (ProcessRaisedException, ProcessExitedException) as error:
         raise DemoError(f"rank {error.error_index} failed, so the demo was stopped: {error}") from None
+    except FileNotFoundError as error:  # an interrupted rank ends without an error
+        raise DemoError(f"a rank ended without a result: {error.filename} is missing") from None
     finally:
         _kill(context.processes)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 BATCH = 2
-LENGTH = 190  # even, so that two ranks can share it, but no multiple of 4 or 8: longer rings have to pad
+LENGTH = 190  # no multiple of 4 or 8: the shards of longer rings are uneven
 VOCABULARY = 256  # bytes
 LEARNING_RATE = 3e-3
 JUDGED_STEPS = 20  # from about step 40 on, one rounding of the weights changes the loss visibly, on one device too

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +25,15 @@ class FakeCall:
 
 @contextmanager
 def fake_call(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | None
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device | None,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> Iterator[FakeCall]:
     """Puts fakes of the global shape into the module and into copies of args and kwargs, and takes them out again.
 
+    shapes: the global shapes of inputs that are not whole, by name.
     A tied parameter is one fake; an input tensor that is passed twice is two, or Dynamo would merge the two inputs.
     Nothing is traced on `meta`: operators without a kernel for it (`nll_loss`) silently lose their gradient there.
     """
@@ -38,10 +43,10 @@ def fake_call(
     placed = [leaf for _, leaf in leaves_with_names(args, kwargs)] + [tensor for _, tensor in slots]
     place = _real_device(placed)
 
-    def fake(tensor: Tensor) -> Tensor:
+    def fake(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         where = device or (place if tensor.device.type == "meta" else tensor.device)
         with mode:
-            return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=where)
+            return torch.empty(shape, dtype=tensor.dtype, device=where)
 
     names = iter(leaves_with_names(args, kwargs))
 
@@ -49,7 +54,7 @@ def fake_call(
         name, _ = next(names)
         if not isinstance(leaf, Tensor):
             return leaf
-        stand_in = fake(leaf)
+        stand_in = fake(leaf, shapes.get(name, tuple(leaf.shape)))
         replaced[stand_in] = (InputKind.USER, name)
         return stand_in
 
@@ -59,7 +64,7 @@ def fake_call(
         for slot, tensor in slots:
             assert tensor is not None
             if tensor not in stand_ins:
-                stand_in = fake(tensor).requires_grad_(tensor.requires_grad)
+                stand_in = fake(tensor, tuple(tensor.shape)).requires_grad_(tensor.requires_grad)
                 if slot.is_parameter:
                     stand_in = nn.Parameter(stand_in.detach(), requires_grad=tensor.requires_grad)
                 stand_ins[tensor] = stand_in

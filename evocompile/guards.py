@@ -8,7 +8,7 @@ arguments, grad mode, autocast) is checked by Dynamo's own guards.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,16 +49,26 @@ def input_specs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tens
 
 @dataclass
 class Guards:
-    """The conditions under which one capture holds. Made before the module's tensors are replaced by fakes."""
+    """The conditions under which one capture holds. Made before the module's tensors are replaced by fakes.
+
+    modules: every submodule: its path, where it is held, and what it was.
+    """
 
     inputs: dict[str, TensorSpec]
+    arguments: list[str]
     state: list[tuple[Slot, TensorSpec | None]]
+    modules: list[tuple[str, Mapping[str, nn.Module | None], str, nn.Module | None]]
     dynamo: Any = field(default=None, init=False)
 
     @staticmethod
     def of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Guards:
         state = [(slot, TensorSpec.of_state(slot.tensor)) for slot in tensor_slots(module)]
-        return Guards(input_specs(args, kwargs), state)
+        modules = [
+            (f"{prefix}.{key}" if prefix else key, parent._modules, key, child)
+            for prefix, parent in module.named_modules()
+            for key, child in parent._modules.items()
+        ]
+        return Guards(input_specs(args, kwargs), _argument_names(args, kwargs), state, modules)
 
     def add_dynamo(self, dynamo: DynamoGraph, replaced: Sequence[Tensor]) -> None:
         """Dynamo's guards; to be called while the fakes are still in place."""
@@ -67,9 +77,14 @@ class Guards:
     def hold(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return (
             input_specs(args, kwargs) == self.inputs
+            and all(holder.get(key) is child for _, holder, key, child in self.modules)
             and all(TensorSpec.of_state(slot.tensor) == spec for slot, spec in self.state)
             and guards_hold(self.dynamo, {"forward": forward, "args": args, "kwargs": kwargs})
         )
+
+    def differ(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool]:
+        """Whether a call passes other tensors, and whether other arguments beside them: how far it is from this one."""
+        return input_specs(args, kwargs) != self.inputs, _argument_names(args, kwargs) != self.arguments
 
     def mismatch(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """One sentence that names the first thing that changed; empty if nothing did."""
@@ -78,22 +93,42 @@ class Guards:
             if now.get(name) != self.inputs.get(name):
                 was = self.inputs.get(name, "no tensor")
                 return f"input {name!r} changed: {was} at capture, {now.get(name, 'no tensor')} now"
+        for name, holder, key, child in self.modules:
+            if holder.get(key) is not child:
+                return f"the module {name!r} was replaced by another"
         for slot, spec in self.state:
             if TensorSpec.of_state(slot.tensor) != spec:
                 return f"{slot.name!r} changed: {spec} at capture, {TensorSpec.of_state(slot.tensor)} now"
         failing = failing_guard(self.dynamo, {"forward": forward, "args": args, "kwargs": kwargs})
-        return "" if failing is None else _sentence(failing)
+        if failing is None:
+            return ""
+        arguments = _argument_names(args, kwargs)
+        for name in [*self.arguments, *arguments]:
+            if (name in self.arguments) != (name in arguments):
+                was = "not passed at capture, but is now" if name in arguments else "passed at capture, and is not now"
+                return f"argument {name!r} was {was}"
+        return _sentence(failing, bool(args) and isinstance(args[0], nn.Module))
 
 
-def _sentence(guard: str) -> str:
-    """Dynamo's text of a guard in the user's terms."""
+def _argument_names(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """The values of a call that are no tensors, by path."""
+    return [name for name, leaf in leaves_with_names(args, kwargs) if not isinstance(leaf, Tensor)]
+
+
+def _sentence(guard: str, model_comes_first: bool) -> str:
+    """Dynamo's text of a guard in the user's terms. model_comes_first: as argument of a loss function."""
     state = re.match(r"GLOBAL_STATE changed: (.*)", guard)
     if state:
         return f"the global state of torch changed: {state[1].strip()}"
     condition, _, comment = guard.partition("  # ")
     where = re.search(r"# (\S+:\d+ in \w+)", comment)
     read = f" (read at {where[1]})" if where else ""
-    return f"`{readable_source(condition.strip())}` held at capture and does not now{read}"
+    text = readable_source(condition.strip())
+    text = re.sub(r"___check_type_id\((.+), \d+\), type=<class '(.+)'>", r"type(\1) is \2", text)
+    text = re.sub(r"___check_obj_id\((.+), \d+\).*", r"\1 is the object that it was", text)
+    if model_comes_first:
+        text = text.replace("args[0]", "model")
+    return f"`{text}` held at capture and does not now{read}"
 
 
 def readable_source(source: str) -> str:

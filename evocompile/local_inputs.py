@@ -10,7 +10,6 @@ a program is chosen, or made, by what all ranks pass.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,8 +69,8 @@ class LocalInputs:
         """Names, shapes and dtypes that every rank passes in this call: one number for each rank."""
         text = repr([(name, spec.shape, spec.dtype) for name, spec in input_specs(args, kwargs).items()])
         own = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], signed=True)
-        numbers = [torch.empty((), dtype=torch.long) for _ in range(self._mesh.world)]
-        dist.all_gather(numbers, torch.tensor(own), group=self._group)
+        numbers = [torch.empty((), dtype=torch.long, device="cpu") for _ in range(self._mesh.world)]
+        dist.all_gather(numbers, torch.tensor(own, device="cpu"), group=self._group)
         return tuple(map(int, numbers))
 
     def parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parts:

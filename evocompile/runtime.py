@@ -1,67 +1,103 @@
-"""The parallel forward: what a call of a parallelised module runs.
+"""The parallel forward and the parallel loss function: what a call of a parallelised model runs.
 
 A call looks for a *variant* (a captured and compiled program) whose guards hold, or makes one: capture, passes,
-agreement of all ranks, compile. A variant runs as one node of the autograd graph: its inputs are the parameters, its
-outputs the differentiable outputs of the model, and its backward runs the compiled backward. So `loss.backward()`,
-hooks on parameters, gradient accumulation and `retain_graph` are autograd's own.
+agreement of all ranks, compile. `variant.py` runs it.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import sys
-import threading
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .agreement import agree_across_ranks, check_same_inputs
 from .capture import Captured, capture
-from .collectives import Communicators, pending_works, program_events
-from .compile import CompiledGraph, compile_graph
+from .check import check_against_one_device
+from .collectives import Communicators, program_events
+from .compile import compile_graph
 from .errors import InputError, StateError
-from .guards import input_specs
-from .lazy import Assembly, LazyOutput, without_gradient
-from .mesh import group_name
+from .lazy import LazyOutput
+from .local_inputs import LocalInputs, Parts, Signature
+from .meeting import check_sharded, meet_again, ties_of
+from .mesh import Mesh
 from .pipeline import run_passes
 from .plan import Plan
-from .program import InputKind, Output, OutputKind, Program, output_values, placeholders
-from .state import OptimizerWatch, as_gradient, local_shard
-from .torch_private import leaves_with_names, map_leaves, take_saved_tensors
+from .program import Program
+from .progress import Progress
+from .state import OptimizerWatch
+from .torch_private import leaves_with_names, map_leaves
+from .variant import Call, Variant, assemblies_of
 
 Backend = Literal["inductor", "eager"]
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 log = logging.getLogger("evocompile")
 
 
-class ParallelForward:
-    """Takes the place of `module.forward` on one instance; the class, attributes, hooks and signature stay.
+class ParallelModel:
+    """What belongs to one parallelised model, for its forward and its loss functions: process groups included.
 
-    Everything that belongs to the parallel model hangs on this object, process groups included.
-    original: the module's own forward.
+    device: where its parameters are; `None` while they are on `meta`.
     """
 
-    def __init__(
-        self, module: nn.Module, plan: Plan, device: torch.device, watch: OptimizerWatch, backend: Backend
-    ) -> None:
-        functools.update_wrapper(self, module.forward)
-        self.original = module.forward
-        self._module = module
+    def __init__(self, module: nn.Module, plan: Plan, watch: OptimizerWatch, device: torch.device | None) -> None:
+        self.module = module
         self.plan = plan
-        self._device = device
-        self._watch = watch
-        self._backend = backend
+        self.watch = watch
         self.rank = dist.get_rank()
-        self._communicators = Communicators(device)
+        self._device = device
+        self._ties = ties_of(module)
+        self._on_meta = [name for name, buffer in module.named_buffers() if buffer.device.type == "meta"]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes. Collective at the first question after its weights were on `meta`."""
+        if self._device is None:
+            self._device = meet_again(self.module, self.plan.shard_degrees.params, self._ties, self._on_meta)
+        return self._device
+
+    @functools.cached_property
+    def communicators(self) -> Communicators:
+        return Communicators(self.device)
+
+    @functools.cached_property
+    def local_inputs(self) -> LocalInputs:
+        return LocalInputs(Mesh.of(self.plan), self.rank)
+
+    def buffers_are_written(self) -> None:
+        """All buffers that were on `meta` have values."""
+        self._on_meta.clear()
+
+
+@dataclass(frozen=True)
+class Options:
+    """How calls are compiled. The arguments of `parallelize` of the same names."""
+
+    backend: Backend = "inductor"
+    inputs: Literal["global", "local"] = "global"
+    check: bool = False
+
+
+class ParallelCall:
+    """A function of a parallelised model that runs on all ranks: a call finds or makes its variant, and runs it.
+
+    original: the function as it was.
+    """
+
+    frames = 3  # from a warning in `__call__` up to the line that called
+
+    def __init__(self, original: Callable[..., Any], model: ParallelModel, options: Options) -> None:
+        functools.update_wrapper(self, original)
+        self.original = original
+        self.model = model
+        self.options = options
         self._variants: list[Variant] = []  # the last used one first
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,55 +111,83 @@ class ParallelForward:
         self._variant(*self._checked(args, kwargs))
 
     @property
+    def plan(self) -> Plan:
+        return self.model.plan
+
+    @property
+    def rank(self) -> int:
+        return self.model.rank
+
+    @property
     def last_captured(self) -> Captured | None:
         """What the last call has run, or the last `prepare` compiled."""
         return self._variants[0].captured if self._variants else None
 
+    def as_on_one_device(self) -> AbstractContextManager[None]:
+        """While `original` is traced, and its guards are read."""
+        return nullcontext()
+
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call with plain tensors, all on the model's device."""
+        device = self.model.device
         leaves = leaves_with_names(args, kwargs)
         for name, leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.device != self._device:
+            if isinstance(leaf, Tensor) and leaf.device != device:
                 raise InputError(
-                    f"input {name!r} is on {leaf.device}, the model's parameters are on {self._device}: "
-                    f"move it first, {name}.to({str(self._device)!r})"
+                    f"input {name!r} is on {leaf.device}, the model's parameters are on {device}: "
+                    f"move it first, {name}.to({str(device)!r})"
                 )
         if any(isinstance(leaf, LazyOutput) for _, leaf in leaves):
             return map_leaves(lambda leaf: leaf.whole() if isinstance(leaf, LazyOutput) else leaf, args, kwargs)
         return args, kwargs
 
     def _variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
-        for index, variant in enumerate(self._variants):
-            if variant.captured.matches(args, kwargs):
-                self._variants.insert(0, self._variants.pop(index))
-                return variant
-        if self._variants and self.rank == 0:
-            log.warning("evocompile compiles again: %s", self._difference(args, kwargs))
-        self._variants.insert(0, self._build(args, kwargs))
-        return self._variants[0]
+        in_parts = self.options.inputs == "local" and self.plan.dp > 1
+        signature = self.model.local_inputs.signature(args, kwargs) if in_parts else ()
+        with self.as_on_one_device():
+            for index, variant in enumerate(self._variants):
+                if variant.signature == signature and variant.captured.matches(args, kwargs):
+                    self._variants.insert(0, self._variants.pop(index))
+                    return variant
+            parts = self.model.local_inputs.parts(args, kwargs) if in_parts else None
+            if self._variants and self.rank == 0:
+                log.warning("evocompile compiles again: %s", self._difference(args, kwargs, parts))
+            variant = self._build(args, kwargs, signature, parts)
+        self._warn_of_outputs(variant)
+        if self.options.check:
+            check_against_one_device(self, variant, args, kwargs)
+        self._variants.insert(0, variant)
+        return variant
 
-    def _difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    def _difference(self, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Parts | None) -> str:
         """What changed since the last variant with these shapes, or since the last one of all."""
-        specs = input_specs(args, kwargs)
-        nearest = min(self._variants, key=lambda variant: variant.captured.guards.inputs != specs)
-        return nearest.captured.mismatch(args, kwargs)
+        nearest = min(self._variants, key=lambda variant: variant.captured.guards.differ(args, kwargs))
+        own = nearest.captured.mismatch(args, kwargs)
+        return own or f"the batch changed: {nearest.parts} at capture, {parts} now"
 
-    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
-        inputs = {name: leaf for name, leaf in leaves_with_names(args, kwargs) if isinstance(leaf, Tensor)}
-        check_same_inputs(list(inputs.values()), list(inputs), range(self.plan.world))
+    def _build(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], signature: Signature, parts: Parts | None
+    ) -> Variant:
+        if parts is None:
+            inputs = {name: leaf for name, leaf in leaves_with_names(args, kwargs) if isinstance(leaf, Tensor)}
+            check_same_inputs(list(inputs.values()), list(inputs), range(self.plan.world))
+        communicators = self.model.communicators
         with Progress(shown=self.rank == 0) as progress:
-            captured, program = self._agreed_program(args, kwargs, progress)
-            assemblies = _assemblies(program)
-            self._communicators.create(set().union(*(each.all_groups for each in assemblies.values())))
+            captured, program = self._agreed_program(args, kwargs, parts, progress)
+            assemblies = assemblies_of(program)
+            communicators.create(set().union(*(each.all_groups for each in assemblies.values())))
             graphs = [
-                compile_graph(self._communicators.resolve(graph), backend=self._backend, progress=progress)
+                compile_graph(communicators.resolve(graph), backend=self.options.backend, progress=progress)
                 for graph in (program.forward, program.backward)
                 if graph is not None
             ]
-        return Variant(captured, program, graphs, assemblies, self._communicators, self._watch, self._device)
+        model = self.model
+        return Variant(
+            captured, program, graphs, assemblies, communicators, model.watch, model.device, signature, parts
+        )
 
     def _agreed_program(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], progress: Progress
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Parts | None, progress: Progress
     ) -> tuple[Captured, Program]:
         """Capture and passes on this rank, and the proof that all ranks' programs run together.
 
@@ -133,7 +197,8 @@ class ParallelForward:
         outcome = "a program"
         try:
             progress("capturing the model")
-            captured = capture(self.original, self._module, args, kwargs)
+            check_sharded(self.model.module)
+            captured = capture(self.original, self.model.module, args, kwargs, parts=parts)
             program = run_passes(captured.program, self.plan, self.rank, progress=progress)
             events = program_events(program)
         except Exception as error:
@@ -143,7 +208,7 @@ class ParallelForward:
         fingerprint = {
             "the version of torch": torch.__version__,
             "the plan": self.plan.to_json(),
-            "the backend": self._backend,
+            "the backend": self.options.backend,
             "what compiling the call gives": outcome,
         }
         try:
@@ -152,13 +217,18 @@ class ParallelForward:
             raise disagreement from failure
         if failure is not None:
             raise failure
-        self._communicators.create(groups)
+        self.model.communicators.create(groups)
         return captured, program
 
     def _warn_of_stale_optimizer(self) -> None:
-        finding = self._watch.finding()
+        finding = self.model.watch.finding()
         if finding is not None and self.rank == 0:
-            warnings.warn(finding, stacklevel=5)  # at the call of the module
+            warnings.warn(finding, stacklevel=self.frames)
+
+    def _warn_of_outputs(self, variant: Variant) -> None:
+        finding = variant.outputs_without_a_loss()
+        if finding is not None and self.rank == 0:
+            warnings.warn(finding, stacklevel=self.frames + 1)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise StateError(
@@ -173,234 +243,40 @@ class ParallelForward:
         )
 
 
+class ParallelForward(ParallelCall):
+    """Takes the place of `module.forward` on one instance; the class, attributes, hooks and signature stay."""
+
+    frames = 5  # the module's own __call__ comes between
+
+    def __init__(self, model: ParallelModel, options: Options) -> None:
+        super().__init__(model.module.forward, model, options)
+
+
+class ParallelFunction(ParallelCall):
+    """A loss function with its model: called as the function itself, `step(model, …)`."""
+
+    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        if not args or args[0] is not self.model.module:
+            given = type(args[0]).__name__ if args else "nothing"
+            name = getattr(self.original, "__name__", "the function")
+            raise InputError(
+                f"{name}() takes the model that it was parallelised with as its first argument, as the function itself "
+                f"does, and got {given}"
+            )
+        return super()._checked(args, kwargs)
+
+    @contextmanager
+    def as_on_one_device(self) -> Iterator[None]:
+        """The function calls the model, which then has its own forward."""
+        attributes = vars(self.model.module)
+        forward = attributes.pop("forward")
+        try:
+            yield
+        finally:
+            attributes["forward"] = forward
+
+
 def parallel_forward(module: nn.Module) -> ParallelForward | None:
     """The parallel forward of a module that has one."""
     forward = vars(module).get("forward")
     return forward if isinstance(forward, ParallelForward) else None
-
-
-# --- one compiled program --------------------------------------------------------------------------------------------
-
-
-class Variant:
-    """A compiled program, and how a call of the module runs it."""
-
-    def __init__(
-        self,
-        captured: Captured,
-        program: Program,
-        graphs: Sequence[CompiledGraph],
-        assemblies: dict[int, Assembly],
-        communicators: Communicators,
-        watch: OptimizerWatch,
-        device: torch.device,
-    ) -> None:
-        self.captured = captured
-        self.program = program
-        self.forward = graphs[0]
-        self.backward = graphs[1] if len(graphs) > 1 else None
-        self.watch = watch
-        self.users = program.outputs_of(OutputKind.USER)
-        self._assemblies = assemblies
-        self._communicators = communicators
-        self._updates = _updated_buffers(program)
-        self._requires_grad = [
-            node.meta["example_value"].requires_grad for node in output_values(captured.dynamo.graph_module.graph)
-        ]
-        inputs = captured.program.inputs_of(InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER)
-        self._parameters = {index for index, each in enumerate(inputs) if each.kind is InputKind.PARAMETER}
-        self._trained = [index for index in sorted(self._parameters) if inputs[index].requires_grad]
-        self._saved_parameters = _saved_parameters(program)
-        draws = bool(program.inputs_of(InputKind.SEED))
-        self._seed = StepSeed(communicators, device, program.mesh.world) if draws else None
-        self._call = captured.callable(self._run)
-
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._call(args, kwargs)
-
-    def _run(self, *flat: Tensor) -> list[Any]:
-        """The tensor operations of the forward: flat inputs of the program to flat user outputs."""
-        call = _ForwardCall(self, flat)
-        if self.backward is None:
-            with torch.no_grad():
-                call.run()
-            return [self._returned(index, value) for index, value in enumerate(call.outputs)]
-        differentiable = iter(_Step.apply(call, *(flat[index] for index in self._trained)))  # type: ignore[no-untyped-call]
-        return [
-            next(differentiable) if output.differentiable else self._returned(index, value)
-            for index, (output, value) in enumerate(zip(self.users, call.outputs, strict=True))
-        ]
-
-    def _returned(self, index: int, value: Any) -> Any:
-        """An output that takes no gradient, as the caller gets it."""
-        refuses = self.backward is not None and self._requires_grad[index]
-        assembly = self._assemblies.get(index)
-        if assembly is not None:
-            group = self._communicators.group(assembly.group)
-            return LazyOutput.of(value, assembly, group, f"output {index}", refuses)
-        return without_gradient(value, f"output {index}") if refuses else value
-
-    def run_forward(self, flat: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
-        """Run the forward graph on this rank's shards: the user outputs and the values saved for backward."""
-        inputs = [local_shard(each) if index in self._parameters else each for index, each in enumerate(flat)]
-        if self._seed is not None:
-            inputs.append(self._seed())
-        results = _execute(self.forward, inputs, flat[0].device.type)
-        outputs, results = results[: len(self.users)], results[len(self.users) :]
-        updates, saved = results[: len(self._updates)], results[len(self._updates) :]
-        if updates:
-            buffers = [flat[index] for index in self._updates]
-            outputs, saved = _apart_from(buffers, outputs), _apart_from(buffers, saved)
-            for buffer, update in zip(buffers, updates, strict=True):
-                buffer.copy_(update)
-        for position, index in self._saved_parameters.items():
-            saved[position] = flat[index]  # not the shard: what DTensor does in place is counted on the DTensor alone
-        # An output that is an input itself must be a tensor of its own, or autograd would take it for the input.
-        given = set(map(id, flat))
-        return [each.detach() if id(each) in given else each for each in outputs], saved
-
-    def run_backward(self, saved: list[Tensor], tangents: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Any]:
-        """The gradients of `parameters`, the trained ones in order; `saved` is emptied."""
-        assert self.backward is not None
-        inputs = [*map(local_shard, saved), *(tangent.contiguous() for tangent in tangents)]
-        saved.clear()
-        gradients = _execute(self.backward, inputs, parameters[0].device.type)
-        return [
-            None if gradient is None else as_gradient(parameter, gradient)
-            for parameter, gradient in zip(parameters, gradients, strict=True)
-        ]
-
-
-def _execute(graph: CompiledGraph, inputs: list[Tensor], device_type: str) -> list[Any]:
-    """Run a graph. Its casts were captured with it, so a surrounding autocast must not add more."""
-    pending = pending_works()
-    with torch.autocast(device_type, enabled=False):
-        results = graph(inputs)
-    assert pending_works() == pending, "the graph has started a communication that it did not wait for"
-    return results
-
-
-def _apart_from(buffers: Sequence[Tensor], values: list[Any]) -> list[Any]:
-    """The values, with copies of those that share memory with a buffer which is about to be written."""
-    written = {buffer.untyped_storage().data_ptr() for buffer in buffers}
-    return [
-        each.clone() if isinstance(each, Tensor) and each.untyped_storage().data_ptr() in written else each
-        for each in values
-    ]
-
-
-def _updated_buffers(program: Program) -> list[int]:
-    """For each buffer update the position of that buffer among the inputs."""
-    positions = {each.name: index for index, each in enumerate(program.inputs) if each.kind is InputKind.BUFFER}
-    return [positions[output.name] for output in program.outputs_of(OutputKind.BUFFER)]
-
-
-def _saved_parameters(program: Program) -> dict[int, int]:
-    """The saved values that are parameters: position among the saved values -> position among the inputs."""
-    assert program.forward is not None
-    inputs = {node: index for index, node in enumerate(placeholders(program.forward.graph))}
-    first = len(program.outputs_of(OutputKind.USER)) + len(program.outputs_of(OutputKind.BUFFER))
-    saved = output_values(program.forward.graph)[first:]
-    return {
-        position: inputs[node]
-        for position, node in enumerate(saved)
-        if node in inputs and program.inputs[inputs[node]].kind is InputKind.PARAMETER
-    }
-
-
-def _assemblies(program: Program) -> dict[int, Assembly]:
-    """How the user outputs that stay split become whole, by their position."""
-    return {
-        index: _assembly(program, output)
-        for index, output in enumerate(program.outputs_of(OutputKind.USER))
-        if output.layout is not None and output.layout.is_split
-    }
-
-
-def _assembly(program: Program, output: Output) -> Assembly:
-    assert program.sharding is not None and output.layout is not None
-    assert not output.differentiable, "an output that takes a gradient is returned whole"
-    return Assembly(output.layout, program.sharding, program.mesh, program.rank)
-
-
-class StepSeed:
-    """The seed of a step's random draws: rank 0 takes it from torch's generator, so it follows torch.manual_seed.
-
-    The other ranks take one too, so that generators which were equal stay equal, but use rank 0's.
-    """
-
-    def __init__(self, communicators: Communicators, device: torch.device, world: int) -> None:
-        name = group_name("seed", tuple(range(world)))
-        communicators.create([name])
-        self._group, self._device = communicators.group(name), device
-
-    def __call__(self) -> Tensor:
-        seed = torch.randint(2**62, ()).to(self._device)
-        dist.broadcast(seed, 0, group=self._group)
-        return seed.cpu()
-
-
-# --- autograd --------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _ForwardCall:
-    """One run of a variant's forward. `outputs`: all user outputs, set by `run`."""
-
-    variant: Variant
-    flat: Sequence[Tensor]
-    outputs: list[Any] = field(default_factory=list)
-
-    def run(self) -> list[Tensor]:
-        self.outputs, saved = self.variant.run_forward(self.flat)
-        return saved
-
-
-class _Step(torch.autograd.Function):
-    """A variant as a function from its trained parameters to its differentiable outputs."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _ForwardCall, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.variant = call.variant
-        ctx.parameters = parameters
-        ctx.save_for_backward(*call.run())
-        return tuple(
-            value for output, value in zip(call.variant.users, call.outputs, strict=True) if output.differentiable
-        )
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *tangents: Tensor) -> tuple[Any, ...]:
-        gradients = ctx.variant.run_backward(take_saved_tensors(ctx), tangents, ctx.parameters)
-        ctx.variant.watch.backward_ran()
-        return (None, *gradients)
-
-
-# --- progress --------------------------------------------------------------------------------------------------------
-
-
-class Progress:
-    """Tells on stderr what is being done, when that takes long: `progress("capturing")` begins a stage."""
-
-    PATIENCE = 3.0  # seconds
-
-    def __init__(self, *, shown: bool) -> None:
-        self._shown = shown
-        self._timer: threading.Timer | None = None
-
-    def __call__(self, stage: str) -> None:
-        self._stop()
-        if self._shown:
-            self._timer = threading.Timer(self.PATIENCE, lambda: print(f"evocompile: {stage} …", file=sys.stderr))
-            self._timer.daemon = True
-            self._timer.start()
-
-    def _stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
-        self._stop()

@@ -198,16 +198,21 @@ Record = tuple[str, tuple[int, ...], str, int, int]
 
 
 def state_record(module: nn.Module) -> list[Record]:
-    """What ranks compare before they cut: name, shape, dtype and two checksums of every parameter and buffer."""
+    """What ranks compare: name, shape, dtype and two checksums of what this rank holds of each parameter and buffer."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    return [(name, tuple(tensor.shape), str(tensor.dtype), *_checksums(tensor)) for name, tensor in tensors]
+    return [
+        (name, tuple(tensor.shape), str(tensor.dtype), *checksums(local_shard(tensor.detach())))
+        for name, tensor in tensors
+    ]
 
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-def _checksums(tensor: torch.Tensor) -> tuple[int, int]:
-    """Sum and exclusive-or of the elements' bits."""
+def checksums(tensor: torch.Tensor) -> tuple[int, int]:
+    """Sum and exclusive-or of the elements' bits; zeros on `meta`."""
+    if tensor.device.type == "meta":
+        return 0, 0
     flat = tensor.detach().contiguous().flatten()
     bits = flat.view(_INTEGER[flat.element_size()])
     if not bits.numel():
@@ -215,17 +220,20 @@ def _checksums(tensor: torch.Tensor) -> tuple[int, int]:
     return int(bits.sum(dtype=torch.int64)), int(torch.hash_tensor(bits).view(torch.int64))
 
 
-def first_difference(records: Sequence[Sequence[Record]]) -> str | None:
-    """A sentence about the first parameter in which the ranks' records differ, or `None`."""
-    for rank, record in enumerate(records):
+def first_difference(records: Sequence[Sequence[Record]], ranks: Sequence[int] | None = None) -> str | None:
+    """A sentence about the first parameter in which the records differ, or `None`. ranks: whose they are, in order."""
+    ranks = range(len(records)) if ranks is None else ranks
+    for rank, record in zip(ranks, records, strict=True):
         if [each[:3] for each in record] != [each[:3] for each in records[0]]:
-            return f"rank {rank} has built another model than rank 0: names, shapes or dtypes of its state differ"
+            return (
+                f"rank {rank} has built another model than rank {ranks[0]}: names, shapes or dtypes of its state differ"
+            )
         for own, first in zip(record, records[0], strict=True):
             if own != first:
                 return (
-                    f"{own[0]!r} has other values on rank {rank} than on rank 0. Every rank has to start from the same "
-                    "values: call torch.manual_seed with the same seed before the model is built, or load the same "
-                    "checkpoint on every rank."
+                    f"{own[0]!r} has other values on rank {rank} than on rank {ranks[0]}. Every rank has to start "
+                    "from the same values: call torch.manual_seed with the same seed before the model is built, or "
+                    "load the same checkpoint on every rank."
                 )
     return None
 

@@ -141,12 +141,13 @@ class Rendezvous:
 
 
 def _check_same(first: Ticket, second: Ticket) -> None:
-    """Members of a collective must agree on its kind, dtype and size."""
-    for what in ("kind", "dtype", "size"):
+    """Members of a collective must agree on its kind, dtype and size, and on what it is for."""
+    for what in ("kind", "dtype", "size", "what"):
         theirs, ours = getattr(first.event, what), getattr(second.event, what)
         if theirs != ours:
             unit = " bytes" if what == "size" else ""
-            raise DeadlockError(f"{first} meets {second}: {what} {theirs}{unit} against {ours}{unit}")
+            name = "" if what == "what" else f"{what} "
+            raise DeadlockError(f"{first} meets {second}: {name}{theirs}{unit} against {ours}{unit}")
 
 
 def _check_all_to_all(members: list[Ticket]) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from evocompile.capture import Captured, capture
 from evocompile.errors import CaptureError, InputError
+from evocompile.local_inputs import Parts
 from evocompile.program import InputKind, OutputKind, Program, output_values, source_line
 
 HERE = __file__
@@ -480,9 +481,28 @@ def freeze(module):
     module.up.weight.requires_grad_(False)
 
 
+def replace_by_another_shape(module):
+    module.down = nn.Linear(16, 8, bias=False).double()
+
+
+def replace_by_another_type(module):
+    module.dropout = nn.Identity()
+
+
+def add_hook(module):
+    module.up.register_forward_hook(lambda *_: None)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
-    [(change_attribute, "model.residual"), (change_training, "model.dropout.training"), (freeze, "'up.weight'")],
+    [
+        (change_attribute, "model.residual"),
+        (change_training, "model.dropout.training"),
+        (freeze, "'up.weight'"),
+        (replace_by_another_shape, "the module 'down' was replaced"),
+        (replace_by_another_type, "the module 'dropout' was replaced"),
+        (add_hook, "`not model.up._forward_hooks` held at capture"),
+    ],
 )
 def test_guards_see_changes_of_the_module(change, says):
     module, ids = mlp(), ids_of()
@@ -740,3 +760,53 @@ def test_an_error_inside_a_library_names_the_users_line_and_the_librarys():
         capture(step, module, (module, ids), {})
     first = str(caught.value).splitlines()[0]
     assert f"{HERE}:{line_of('library')}" in first and "transformers" in first
+
+
+# --- what a changed call is told ------------------------------------------------------------------------------------
+
+
+def test_a_changed_loss_function_call_is_described_in_the_users_words():
+    module, ids = mlp(), ids_of()
+
+    def loss_fn(model, x, *, smoothing=0.0):
+        return model(x, labels=x)["loss"] * (1 + smoothing)
+
+    captured = capture(loss_fn, module, (module, ids), {})
+    assert captured.matches((module, ids), {})
+    says = captured.mismatch((module, ids), {"smoothing": 0.1})
+    assert says == "argument 'smoothing' was not passed at capture, but is now"
+    assert captured.guards.differ((module, ids), {"smoothing": 0.1}) == (False, True)
+    module.residual = False
+    assert "`model.residual" in captured.mismatch((module, ids), {})
+
+
+def test_an_argument_that_is_left_out():
+    module, ids = mlp(), ids_of()
+    captured = capture(module.forward, module, (ids,), {"scale": 2.0})
+    assert captured.mismatch((ids,), {}) == "argument 'scale' was passed at capture, and is not now"
+
+
+# --- batches that arrive in parts -------------------------------------------------------------------------------------
+
+
+def test_a_batch_in_parts_is_captured_whole():
+    module = mlp()
+    own = {"ids": ids_of()[:1], "labels": ids_of()[:1]}
+    captured = capture(module.forward, module, (), own, parts=Parts((1, 3), frozenset(own)))
+    program = captured.program
+    assert program.batch_parts == (1, 3)
+    users = program.inputs_of(InputKind.USER)
+    assert [(each.name, each.shape, each.is_part) for each in users] == [(n, (4, 6), True) for n in ("ids", "labels")]
+    assert captured.matches((), own), "the guards are about what this rank passes"
+    whole = capture(module.forward, module, (), {name: each.repeat(4, 1) for name, each in own.items()})
+    assert [str(node) for node in program.joint.graph.nodes] == [str(n) for n in whole.program.joint.graph.nodes]
+
+
+def test_parts_in_a_container_that_pytree_does_not_know():
+    class Reader(Small):
+        def forward(self, batch):
+            return self.first(batch["x"]).sum()
+
+    module, x = Reader(), torch.ones(2, 4, dtype=torch.float64)
+    with pytest.raises(InputError, match=r"args\[0\].data\['x'\]. is in a container that torch.utils._pytree"):
+        capture(module.forward, module, (UserDict(x=x),), {}, parts=Parts((2, 2), frozenset()))

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from evocompile import EvocompileError, InputError, Plan, PlanError, Shard, StateError, compile, parallelize
 from evocompile.collectives import pending_works
 from evocompile.lazy import LazyOutput, _Value
-from evocompile.parallelize import check_backend
-from evocompile.runtime import Progress, parallel_forward
+from evocompile.meeting import check_backend
+from evocompile.progress import Progress
+from evocompile.runtime import parallel_forward
 from tests.distributed.launch import launch, run_ranks
 
 
@@ -272,7 +273,7 @@ def bad_calls_are_refused() -> None:
         parallelize(model)
     with pytest.raises(StateError, match="its part 'inner' is parallelised already"):
         parallelize(nn.ModuleDict({"inner": model}))
-    with pytest.raises(StateError, match="takes a model that parallelize"):
+    with pytest.raises(StateError, match="a loss function that parallelize"):
         compile(Tiny())
     assert model(**batch())["loss"].isfinite()
 
@@ -285,8 +286,6 @@ def bad_models_and_plans_are_refused() -> None:
         parallelize(Tiny(), plan="fast")
     with pytest.raises(StateError, match=r"'frozen' has other values on rank 1 .* torch.manual_seed"):
         parallelize(Tiny(seed=rank))
-    with pytest.raises(PlanError, match="on the meta device"):
-        parallelize(Tiny().to("meta"))
     with pytest.raises(PlanError, match="no parameters"):
         parallelize(nn.ReLU())
     mixed = Tiny()
@@ -379,15 +378,15 @@ def test_no_process_group() -> None:
 @pytest.mark.parametrize(
     ("args", "options", "message"),
     [
-        ((), {}, "decorator form"),
-        ((Tiny,), {}, "decorator form"),
-        ((lambda model, batch: None,), {"model": nn.Linear(1, 1)}, "inside of the model's forward"),
-        ((nn.Linear(1, 1),), {"inputs": "local"}, r"parallelize\(inputs=…\) is not built yet: leave it at 'global'"),
-        ((nn.Linear(1, 1),), {"precision": torch.bfloat16}, "precision"),
+        ((nn.Linear(1, 1),), {"precision": torch.bfloat16}, r"precision=…\) is not built yet"),
         ((nn.Linear(1, 1),), {"cluster": "dgx"}, "cluster"),
-        ((nn.Linear(1, 1),), {"check": True}, "check"),
         ((nn.Linear(1, 1),), {"example_inputs": torch.ones(1)}, "example_inputs"),
         ((nn.Linear(1, 1),), {"backend": "aot"}, "choose 'inductor' or 'eager'"),
+        ((nn.Linear(1, 1),), {"inputs": "split"}, "choose 'global'"),
+        ((nn.Linear(1, 1),), {"model": nn.Linear(1, 1)}, "goes with a loss function"),
+        ((3,), {}, "got a int: pass a model"),
+        ((dict,), {}, "class dict, which is no"),
+        ((copy.copy,), {}, "got the function copy: pass .* and its model"),
     ],
 )
 def test_what_is_not_built_is_refused(args: tuple[Any, ...], options: dict[str, Any], message: str) -> None:

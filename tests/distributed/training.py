@@ -79,6 +79,12 @@ def optimize(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case) -> 
     return {"losses": losses, "parameters": whole(model.named_parameters())}
 
 
+def descend(case: Case, plan: Plan, backend: str) -> dict[str, Any]:
+    """Three steps of SGD."""
+    model = parallel_model(case, plan, backend)
+    return optimize(model, OPTIMIZERS["sgd"](model.parameters()), case)
+
+
 def train_with_a_passed_optimizer(case: Case, plan: Plan, backend: str) -> dict[str, Any]:
     model = case.build()
     optimizer = OPTIMIZERS["adamw"](model.parameters())

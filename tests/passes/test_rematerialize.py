@@ -1,0 +1,68 @@
+"""The cut into forward and backward: what is saved, what is computed again, and when."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from evocompile.capture import capture
+from evocompile.collectives import is_start
+from evocompile.passes.split_attention import STEP
+from evocompile.pipeline import run_passes
+from evocompile.plan import Plan
+from evocompile.program import OutputKind, Program, nbytes, output_values
+from tests.models.compare import assert_gradients, assert_loss
+from tests.models.zoo import Case, PlainGPT
+from tests.virtual_model import VirtualModel
+
+
+class Checkpointed(PlainGPT):
+    """Every block is a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            forward = block.forward
+            block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+
+
+def program_of(model: torch.nn.Module, case: Case, plan: Plan) -> list[Program]:
+    captured = capture(model.forward, model, (), case.inputs())
+    return [run_passes(captured.program, plan, rank) for rank in range(plan.world)]
+
+
+def saved_bytes(program: Program) -> int:
+    assert program.forward is not None
+    count = len(program.outputs_of(OutputKind.USER)) + len(program.outputs_of(OutputKind.BUFFER))
+    return sum(nbytes(node.meta["val"]) for node in output_values(program.forward.graph)[count:])
+
+
+def test_a_checkpointed_region_is_computed_again_but_not_its_attention(references: Any) -> None:
+    case, plan = Case("gpt", length=13), Plan(cp=2)
+    torch.manual_seed(0)
+    model = Checkpointed()
+    programs, plain = program_of(model, case, plan), program_of(case.build(), case, plan)
+    parameters = {name: each.detach() for name, each in model.named_parameters(remove_duplicate=False)}
+    losses, gradients, _ = VirtualModel(programs, parameters, {}, 2).step(case.inputs())
+    assert_loss(losses[0], references[case]["loss"])
+    assert_gradients(gradients, references[case]["gradients"])
+    assert saved_bytes(programs[0]) < 0.5 * saved_bytes(plain[0])
+    assert programs[0].backward is not None
+    assert not [node for node in programs[0].backward.graph.nodes if node.target is STEP]
+
+
+def test_the_backward_gathers_a_parameter_right_before_its_use() -> None:
+    """At most a few parameters are whole at a time, not the model."""
+    (program, _) = program_of(Case("llama").build(), Case("llama"), Plan(cp=2))
+    assert program.backward is not None
+    nodes = list(program.backward.graph.nodes)
+    position = {node: i for i, node in enumerate(nodes)}
+    gathers = [node for node in nodes if is_start(node) and str(node.args[-1]).startswith("params:")]
+    assert len(gathers) > 10
+    for start in gathers:
+        (wait,) = start.users
+        assert position[wait] == position[start] + 1
+        assert min((position[user] for user in wait.users), default=math.inf) <= position[wait] + 3
