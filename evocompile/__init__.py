@@ -19,6 +19,7 @@ from .plan import Plan, Shard
 from .inspect import inspect  # isort: skip
 from .materialize import materialize  # isort: skip
 from .parallelize import compile, parallelize  # isort: skip
+from .passes.rules.custom import register_sharding_rule  # isort: skip
 
 __all__ = [
     "CaptureError",
@@ -37,4 +38,5 @@ __all__ = [
     "materialize",
     "pad_batch",
     "parallelize",
+    "register_sharding_rule",
 ]

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from inspect import signature as signature_of
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -32,6 +33,7 @@ from .pipeline import run_passes
 from .plan import Plan
 from .program import Program
 from .progress import Progress
+from .same_call import NEW, SameCall
 from .state import OptimizerWatch
 from .torch_private import leaves_with_names, map_leaves
 from .variant import Call, Variant, assemblies_of
@@ -53,6 +55,7 @@ class ParallelModel:
         self.watch = watch
         self.rank = dist.get_rank()
         self._device = device
+        self._programs = 0
         self._ties = ties_of(module)
         self._on_meta = [name for name, buffer in module.named_buffers() if buffer.device.type == "meta"]
 
@@ -70,6 +73,15 @@ class ParallelModel:
     @functools.cached_property
     def local_inputs(self) -> LocalInputs:
         return LocalInputs(Mesh.of(self.plan), self.rank)
+
+    @functools.cached_property
+    def same_call(self) -> SameCall:
+        return SameCall(Mesh.of(self.plan), self.rank)
+
+    def next_number(self) -> int:
+        """Numbers the model's programs in the order in which all ranks compile them."""
+        self._programs += 1
+        return self._programs
 
     def buffers_are_written(self) -> None:
         """All buffers that were on `meta` have values."""
@@ -100,7 +112,9 @@ class ParallelCall:
         self.options = options
         self._variants: list[Variant] = []  # the last used one first
 
+    @torch.compiler.disable(reason="a parallelised model is compiled already")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        signature_of(self.original).bind(*args, **kwargs)  # Python's own TypeError for arguments that do not fit
         call = self._checked(args, kwargs)
         if torch.is_grad_enabled():
             self._warn_of_stale_optimizer()
@@ -143,16 +157,25 @@ class ParallelCall:
 
     def _variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         in_parts = self.options.inputs == "local" and self.plan.dp > 1
-        signature = self.model.local_inputs.signature(args, kwargs) if in_parts else ()
+        passed = self.model.local_inputs.signature(args, kwargs) if in_parts else ()
         with self.as_on_one_device():
-            for index, variant in enumerate(self._variants):
-                if variant.signature == signature and variant.captured.matches(args, kwargs):
-                    self._variants.insert(0, self._variants.pop(index))
-                    return variant
+            found = next(
+                (
+                    each
+                    for each in self._variants
+                    if each.signature == passed and each.captured.matches(args, kwargs)
+                ),
+                None,
+            )
+            self.model.same_call.check(NEW if found is None else found.number, args, kwargs, in_parts=in_parts)
+            if found is not None:
+                self._variants.remove(found)
+                self._variants.insert(0, found)
+                return found
             parts = self.model.local_inputs.parts(args, kwargs) if in_parts else None
             if self._variants and self.rank == 0:
                 log.warning("evocompile compiles again: %s", self._difference(args, kwargs, parts))
-            variant = self._build(args, kwargs, signature, parts)
+            variant = self._build(args, kwargs, passed, parts)
         self._warn_of_outputs(variant)
         if self.options.check:
             check_against_one_device(self, variant, args, kwargs)
@@ -183,7 +206,16 @@ class ParallelCall:
             ]
         model = self.model
         return Variant(
-            captured, program, graphs, assemblies, communicators, model.watch, model.device, signature, parts
+            model.next_number(),
+            captured,
+            program,
+            graphs,
+            assemblies,
+            communicators,
+            model.watch,
+            model.device,
+            signature,
+            parts,
         )
 
     def _agreed_program(

@@ -180,7 +180,8 @@ def _attention_modules_inlined() -> Iterator[None]:
     Dynamo would else leave it in the graph as one call, and AOTAutograd would choose a kernel in it.
     """
     rules = get_torch_obj_rule_map()
-    changed = {F.multi_head_attention_forward: UserFunctionVariable, F._check_key_padding_mask: _Unchecked}
+    check = F._check_key_padding_mask  # type: ignore[attr-defined]
+    changed = {F.multi_head_attention_forward: UserFunctionVariable, check: _Unchecked}
     before = {function: rules.get(function) for function in changed}
     fast_path = torch.backends.mha.get_fastpath_enabled()
     rules.update(changed)

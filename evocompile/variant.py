@@ -34,11 +34,13 @@ _LARGE = 2**30  # bytes of outputs that are worth a warning
 class Variant:
     """A compiled program, and how a call of the module runs it.
 
+    number: counts the model's programs; equal on all ranks.
     signature, parts: what all ranks passed, and how it makes a batch, where the batch arrives in parts.
     """
 
     def __init__(
         self,
+        number: int,
         captured: Captured,
         program: Program,
         graphs: Sequence[CompiledGraph],
@@ -49,6 +51,7 @@ class Variant:
         signature: Signature,
         parts: Parts | None,
     ) -> None:
+        self.number = number
         self.captured = captured
         self.program = program
         self.forward = graphs[0]

@@ -41,6 +41,7 @@ from .rules import dims_of
 from .rules.attention import ATTENTION, ATTENTION_BACKWARD, attention_solution
 from .rules.base import label_sizes, operands_of, result_shapes
 from .rules.pointwise import RANDOM
+from .rules.routing import Routes, Splits, bags_of
 from .rules.solve import Solution, canonical, forward, pull
 from .rules.windows import window_pull, window_solution
 
@@ -64,14 +65,22 @@ def splits_of(program: Program) -> dict[str, Split]:
 def annotate(program: Program) -> Program:
     """The program with `sharding` and `annotations` for its joint graph, which is still at global shapes."""
     assert program.joint is not None
-    program = replace(program, sharding=Sharding(splits_of(program), program.coordinate))
-    natural, solutions = _natural(program)
-    outputs = _output_layouts(program, natural)
-    versions = _demand(program, natural, solutions, outputs)
+    splits = Splits(splits_of(program))
+    program = replace(program, sharding=Sharding(splits, program.coordinate))
+    routes, known = Routes(splits), list(program.notes)
+    while True:
+        program.notes[:] = known
+        natural, solutions = _natural(program, routes)
+        outputs = _output_layouts(program, natural, routes)
+        versions = _demand(program, natural, solutions, outputs, routes)
+        if not routes.broken:
+            break
+        routes.give_up()  # rows in a private order would have been used as if they were in the model's
+    program.notes[:] = _merged(program.notes)
     return replace(program, annotations=Annotations(versions, natural, outputs))
 
 
-def _natural(program: Program) -> tuple[dict[fx.Node, Version], dict[fx.Node, Solution]]:
+def _natural(program: Program, routes: Routes) -> tuple[dict[fx.Node, Version], dict[fx.Node, Solution]]:
     assert program.joint is not None and program.sharding is not None
     splits = program.sharding.splits
     natural: dict[fx.Node, Version] = {}
@@ -83,8 +92,12 @@ def _natural(program: Program) -> tuple[dict[fx.Node, Version], dict[fx.Node, So
             natural[node] = (Layout.whole(node.meta["val"].shape),)
         elif node.target is operator.getitem and isinstance(node.args[0].meta["val"], (tuple, list)):
             natural[node] = (natural[node.args[0]][node.args[1]],)
+            routes.pass_on(node)
         elif node.op == "call_function":
-            solution = _solve(program, node, [natural[operand][0] for operand in operands_of(node)])
+            layouts = [natural[operand][0] for operand in operands_of(node)]
+            routed = routes.solve(node, layouts)
+            solution = routed or _solve(program, node, layouts)
+            routes.check(node, layouts, solution, routed is not None)
             natural[node], solutions[node] = solution.results, solution
     return natural, solutions
 
@@ -112,7 +125,8 @@ def _solve(program: Program, node: fx.Node, layouts: list[Layout]) -> Solution:
     splits = program.sharding.splits
     if node.target in (ATTENTION, ATTENTION_BACKWARD):
         return attention_solution(node, layouts, splits)
-    if (windowed := window_solution(node, layouts, splits)) is not None:
+    in_bags = any(bags_of(layout) for layout in layouts)
+    if not in_bags and (windowed := window_solution(node, layouts, splits)) is not None:
         return windowed
     dims = dims_of(node)
     if dims is not None:
@@ -137,7 +151,16 @@ def _replicated(node: fx.Node) -> Solution:
     return Solution(tuple(Layout.whole(operand.meta["val"].shape) for operand in operands_of(node)), results)
 
 
-def _output_layouts(program: Program, natural: dict[fx.Node, Version]) -> list[Layout | None]:
+def _merged(notes: list[Note]) -> list[Note]:
+    """One note for what happens at one source line, in every layer, with all its bytes."""
+    totals: dict[tuple[str, str, str], int] = {}
+    for note in notes:
+        key = (note.what, note.why, note.source)
+        totals[key] = totals.get(key, 0) + note.bytes
+    return [Note(*key, total) for key, total in totals.items()]
+
+
+def _output_layouts(program: Program, natural: dict[fx.Node, Version], routes: Routes) -> list[Layout | None]:
     """How each output leaves: scalars and buffers whole, other user outputs as they are if they come back lazily,
     gradients as sums still pending (`shard_states` reduces them)."""
     assert program.joint is not None and program.sharding is not None
@@ -148,6 +171,7 @@ def _output_layouts(program: Program, natural: dict[fx.Node, Version]) -> list[L
             layouts.append(None)
             continue
         layout = natural[node][0]
+        routes.check_output(node, layout)
         if output.kind is OutputKind.GRADIENT:
             pending = layout.partial | program.sharding.mesh_axes(layout)
             layouts.append(replace(layout.unsplit(), partial=pending))
@@ -163,6 +187,7 @@ def _demand(
     natural: dict[fx.Node, Version],
     solutions: dict[fx.Node, Solution],
     outputs: list[Layout | None],
+    routes: Routes,
 ) -> dict[fx.Node, dict[Version, Compute | Convert]]:
     assert program.joint is not None
     graph = program.joint.graph
@@ -177,7 +202,7 @@ def _demand(
             continue
         if node.op == "call_function" and node.meta["val"] is None:
             wanted[node][()] = None  # an assertion: it has no result, but must run
-        made = _make_versions(node, wanted[node], natural[node], solutions.get(node), node in in_parts)
+        made = _make_versions(node, wanted[node], natural[node], solutions.get(node), node in in_parts, routes)
         versions[node] = made
         for how in made.values():
             if isinstance(how, Compute):
@@ -186,7 +211,12 @@ def _demand(
 
 
 def _make_versions(
-    node: fx.Node, wanted: dict[Version, None], natural: Version, solution: Solution | None, in_parts: bool
+    node: fx.Node,
+    wanted: dict[Version, None],
+    natural: Version,
+    solution: Solution | None,
+    in_parts: bool,
+    routes: Routes,
 ) -> dict[Version, Compute | Convert]:
     """How to make each wanted version, those that are converted after the one that they are converted from."""
     own = tuple(canonical(layout) for layout in natural)
@@ -198,9 +228,11 @@ def _make_versions(
     # A random operator drawn twice gives two different draws: one version is drawn, others are made of it.
     drawn_once = node.target == RANDOM and len(wanted) > 1
     for version in wanted:
+        pulled = None if drawn_once or version == source else _pulled(node, version, own, routes)
+        routes.check_version(node, own, version, pulled is not None)
         if version == source:
             computed[version] = Compute(solution.operands if solution else ())
-        elif not drawn_once and (pulled := _pulled(node, version, own)) is not None:
+        elif pulled is not None:
             computed[version] = pulled
         else:
             converted[version] = Convert(source)
@@ -215,7 +247,7 @@ def _arriving(layout: Layout, in_parts: bool) -> Layout:
     return Layout((layout.dims[0], *whole.dims[1:])) if in_parts else whole
 
 
-def _pulled(node: fx.Node, version: Version, own: Version) -> Compute | None:
+def _pulled(node: fx.Node, version: Version, own: Version, routes: Routes) -> Compute | None:
     if node.op != "call_function" or len(version) != 1 or not own[0].is_whole or node.target is operator.getitem:
         return None
     dims = dims_of(node)
@@ -223,7 +255,8 @@ def _pulled(node: fx.Node, version: Version, own: Version) -> Compute | None:
         return None
     if (windowed := window_pull(node, version[0])) is not None:
         return Compute(windowed.operands)
-    if node.target == torch.ops.prims.iota.default and len(version[0].dims[0]) > 1:
+    merged = node.target == torch.ops.prims.iota.default and len(version[0].dims[0]) > 1
+    if merged and not routes.numbers_a_bag(node, version[0]):
         return None  # merged axes: this rank's positions are no arithmetic sequence
     solution = pull(dims, label_sizes(dims, node), version[0])
     return Compute(solution.operands) if solution else None

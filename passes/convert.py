@@ -29,6 +29,12 @@ def convert(builder: Builder, value: fx.Node, have: Layout, want: Layout) -> fx.
         start = builder.all_reduce(value, group, "a sum over split positions is needed whole")
         have = have.reduced()
         value = builder.wait(start, layout=have)
+    if 0 in want.shape:
+        value = builder.call(aten.reshape.default, (value, list(builder.sharding.local_shape(want))))
+        builder.layouts[value] = want
+        return value
+    if (between := _between(have, want)) is not None:
+        value, have = convert(builder, value, have, between), between
     have_dims, want_dims = _align(have, want)
     value = _reshape(builder, value, have_dims)
     factors = [factor for dim in have_dims for factor in dim]
@@ -44,6 +50,25 @@ def convert(builder: Builder, value: fx.Node, have: Layout, want: Layout) -> fx.
         value = builder.call(aten.reshape.default, (value, list(builder.sharding.local_shape(want))))
     builder.layouts[value] = want
     return value
+
+
+def _between(have: Layout, want: Layout) -> Layout | None:
+    """A layout on the way: dims whose split factors lie across one another become whole. None if there are none."""
+    dims = [
+        (Factor(size),) if _across(a, b) or _across(b, a) else a
+        for size, a, b in zip(have.shape, have.dims, want.dims, strict=True)
+    ]
+    return Layout(tuple(dims)) if any(a is not b for a, b in zip(have.dims, dims, strict=True)) else None
+
+
+def _across(a: Dim, b: Dim) -> bool:
+    """Whether a split factor of `a` would be divided by the factors of `b`, or the two have no common factors."""
+    cuts = sorted({1, *_ends(a), *_ends(b)})
+    if any(hi % lo for lo, hi in pairwise(cuts)):
+        return True
+    starts = [1, *_ends(a)[:-1]]
+    spans = [(lo, hi) for lo, hi, factor in zip(starts, _ends(a), a, strict=True) if factor.split]
+    return any(lo < cut < hi for lo, hi in spans for cut in cuts)
 
 
 def _align(have: Layout, want: Layout) -> tuple[list[Dim], list[Dim]]:
@@ -108,6 +133,13 @@ def _index(builder: Builder, value: fx.Node, dim: int, axis: Axis) -> fx.Node:
     return builder.call(aten.cat.default, (parts, dim))
 
 
+def _as_many(builder: Builder, axis: Axis) -> tuple[Interval, ...]:
+    """This rank's intervals of an axis, with empty ones up to the number that ranks can have."""
+    held = builder.sharding.intervals(axis)
+    most = 1 if builder.sharding.splits[axis.name].order == "contiguous" else 2
+    return held + ((0, 0),) * (most - len(held))
+
+
 def _gather(builder: Builder, value: fx.Node, dim: int, factor: Factor) -> fx.Node:
     """All positions of a split dim, in global order. Parts may be uneven: they are padded to the longest."""
     assert factor.axis is not None
@@ -120,7 +152,7 @@ def _gather(builder: Builder, value: fx.Node, dim: int, factor: Factor) -> fx.No
     front = [dim, *(d for d in range(rank) if d != dim)]
     back = [front.index(d) for d in range(rank)]
     value = builder.call(aten.permute.default, (value, front)) if dim else value
-    if own < longest:
+    if min(sizes) < longest:
         padding = [0, 0] * (rank - 1) + [0, longest - own]
         value = builder.call(aten.constant_pad_nd.default, (value, padding, 0))
     assert len(group_ranks(group)) == split.degree
@@ -157,7 +189,7 @@ def _spread(builder: Builder, value: fx.Node, have: Layout, want: Layout) -> fx.
         if not factor.split:
             continue
         assert factor.axis is not None
-        intervals = builder.sharding.intervals(factor.axis)
+        intervals = _as_many(builder, factor.axis)
         shape = list(value.meta["val"].shape)
         shape[dim] = factor.size
         like = value.meta["val"]

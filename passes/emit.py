@@ -13,7 +13,8 @@ from evocompile.layout import Dim, Layout
 
 from .build import Builder
 from .rules.base import argument, normal_dim
-from .rules.pointwise import RANDOM
+from .rules.pointwise import NEW, RANDOM
+from .rules.routing import bags_of
 from .rules.solve import canonical
 from .rules.views import VIEWS
 from .rules.windows import window_of
@@ -58,6 +59,14 @@ def _factory(builder: Builder, node: fx.Node, results: Any, _: Any, __: Any) -> 
     return builder.call(node.target, (shape, *node.args[1:]), node.kwargs)
 
 
+def _new(builder: Builder, node: fx.Node, results: Any, _: Any, operands: list[fx.Node]) -> fx.Node:
+    shape = list(builder.sharding.local_shape(results[0]))
+    if node.target == aten.new_empty_strided.default:  # the strides of one device's shape
+        kwargs = {name: each for name, each in node.kwargs.items() if name != "stride"}
+        return builder.call(aten.new_empty.default, (operands[0], shape), {**kwargs, "layout": torch.strided})
+    return builder.call(node.target, (operands[0], shape, *node.args[2:]), node.kwargs)
+
+
 def _random(builder: Builder, node: fx.Node, results: Any, _: Any, operands: list[fx.Node]) -> fx.Node:
     """Each part of a split draw is a stream of its own; ranks that hold the same part draw the same."""
     _, stream, _, distribution, _, dtype, device = node.args
@@ -71,8 +80,10 @@ def _random(builder: Builder, node: fx.Node, results: Any, _: Any, operands: lis
 
 
 def _iota(builder: Builder, node: fx.Node, results: Any, _: Any, __: Any) -> fx.Node:
-    """Positions: the rank's own ones. `start` and `step` count global positions."""
+    """Positions: the rank's own ones. `start` and `step` count global positions; rows of a bag are just counted."""
     (dim,) = results[0].dims
+    if bags_of(results[0]):
+        return builder.call(node.target, builder.sharding.local_shape(results[0]), node.kwargs)
     if not any(factor.split for factor in dim):
         return builder.call(node.target, node.args, node.kwargs)
     (factor,) = dim
@@ -176,6 +187,7 @@ _EMIT: dict[object, Emit] = {
     **dict.fromkeys(VIEWS, _view),
     aten.expand.default: _expand,
     **dict.fromkeys((aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format), _factory),
+    **dict.fromkeys(NEW, _new),
     prims.iota.default: _iota,
     RANDOM: _random,
     aten.mean.default: _mean,

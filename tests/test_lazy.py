@@ -13,7 +13,7 @@ import torch.distributed as dist
 from evocompile.errors import EvocompileError
 from evocompile.layout import Axis, Factor, Layout, Sharding, Split, local_part
 from evocompile.lazy import Assembly, LazyOutput, _Value, without_gradient
-from evocompile.mesh import Mesh
+from evocompile.mesh import Mesh, group_ranks
 from tests.distributed.launch import run_ranks
 
 WHOLE = torch.arange(24.0).reshape(2, 3, 4)
@@ -106,9 +106,7 @@ def on_ranks(dp: int, cp: int, order: str, size: int, dtype: torch.dtype) -> lis
     for split_batch in (False, True):
         rows = (Factor(3, batch, split_batch), Factor(size - 1, sequence, True))
         assembly = Assembly(Layout((rows, (Factor(5),))), sharding, mesh, rank)
-        groups = {
-            name: dist.new_group(list(map(int, name.split(":")[1].split(",")))) for name in sorted(assembly.all_groups)
-        }
+        groups = {name: dist.new_group(list(group_ranks(name))) for name in sorted(assembly.all_groups)}
         part = local_part(whole, assembly.layout, sharding)
         lazy = LazyOutput.of(part, assembly, groups[assembly.group], "output 1", False)
         same += [lazy.shape == whole.shape, lazy.dtype == dtype, torch.equal(lazy + 0, whole)]

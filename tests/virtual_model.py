@@ -43,7 +43,9 @@ class VirtualModel:
         """
         inputs = [self._inputs(program, batch) for program in self.programs]
         result = virtual_step(self.programs, inputs, self._tangents())
-        losses = [next(value for value in outputs if not value.ndim) for outputs in result.outputs]
+        users = self.programs[0].outputs_of(OutputKind.USER)
+        loss = next(index for index, output in enumerate(users) if output.differentiable)
+        losses = [outputs[loss] for outputs in result.outputs]
         gradients = {}
         for name in result.gradients[0]:
             copies = []

@@ -6,6 +6,7 @@ from torch import fx
 
 from . import contractions, indexing, pointwise, reductions, views
 from .base import Dims, Rule
+from .custom import CUSTOM
 
 RULES: dict[object, Rule] = {
     **pointwise.RULES,
@@ -18,7 +19,7 @@ RULES: dict[object, Rule] = {
 
 def dims_of(node: fx.Node) -> Dims | None:
     """The labels of a node, or None where there is no rule."""
-    rule = RULES.get(node.target)
+    rule = RULES.get(node.target) or CUSTOM.get(node.target)
     if rule is not None:
         return rule(node)
     return pointwise.pointwise(node) if pointwise.is_pointwise(node.target) else None

@@ -37,6 +37,7 @@ _UNTAGGED = {
     aten.where.self,
     prims.convert_element_type.default,
 }
+_COUNTING = (torch.int32, torch.int64, torch.float32, torch.float64)  # dtypes that hold counts exactly
 RANDOM = torch.ops.evocompile.random.default
 FACTORIES = (aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format, prims.iota.default)
 
@@ -74,17 +75,52 @@ def _linear(node: fx.Node, operands: list[fx.Node]) -> tuple[frozenset[int], ...
     if node.target == aten.where.self:
         return (frozenset({1, 2}),)
     if node.target == prims.convert_element_type.default:
-        before, after = operands[0].meta["val"].dtype, node.meta["val"].dtype
-        # rounding down is not linear: sum first, in the wider type
-        widens = before.is_floating_point and after.is_floating_point and after.itemsize >= before.itemsize
-        return (frozenset({0}),) if widens else ()
+        return (frozenset({0}),) if converts_exactly(operands[0], node.meta["val"].dtype) else ()
     return ()
+
+
+def converts_exactly(node: fx.Node, after: torch.dtype) -> bool:
+    """Whether a conversion may come before a pending sum: rounding down must not, it would round every term."""
+    before = node.meta["val"].dtype
+    if before.is_floating_point and after.is_floating_point:
+        return before == after or before.itemsize < after.itemsize
+    while node.target == prims.convert_element_type.default and node.meta["val"].dtype in _COUNTING:
+        (node,) = operands_of(node)
+    return node.target == aten.histc.default and after in _COUNTING  # whole numbers
 
 
 def factory(node: fx.Node) -> Dims:
     (result,) = result_shapes(node)
     assert result is not None
     return Dims(operands=(), results=(numbered("d", len(result)),))
+
+
+def new_like(node: fx.Node) -> Dims:
+    """x.new_empty(size), …: of x only dtype and device matter, so the result may be split where x has the same dims."""
+    (result,), source = result_shapes(node), shape_of(operands_of(node)[0])
+    assert result is not None
+    alike = len(source) == len(result)
+    operand = tuple((f"d{i}",) if alike and size == result[i] else (f"x{i}",) for i, size in enumerate(source))
+    return Dims(operands=(operand,), results=(numbered("d", len(result)),))
+
+
+def copy(node: fx.Node) -> Dims:
+    """aten.copy(x, y): y, broadcast to the shape of x and in its dtype."""
+    target, source = operands_of(node)
+    shape = shape_of(target)
+    linear = (frozenset({1}),) if converts_exactly(source, target.meta["val"].dtype) else ()
+    return Dims(
+        operands=(numbered("d", len(shape)), broadcast_labels(shape_of(source), shape)),
+        results=(numbered("d", len(shape)),),
+        linear=linear,
+    )
+
+
+def is_zero(node: fx.Node) -> bool:
+    """Whether a value is zeros."""
+    if node.target in (aten.full.default, aten.full_like.default, aten.new_full.default):
+        return node.args[1 if node.target != aten.new_full.default else 2] == 0
+    return node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 
 
 def random(node: fx.Node) -> Dims:
@@ -94,4 +130,16 @@ def random(node: fx.Node) -> Dims:
     return Dims(operands=((),), results=(numbered("d", len(result)),))
 
 
-RULES: dict[object, Rule] = {**dict.fromkeys(FACTORIES, factory), RANDOM: random}
+NEW = (
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+)
+RULES: dict[object, Rule] = {
+    **dict.fromkeys(FACTORIES, factory),
+    **dict.fromkeys(NEW, new_like),
+    aten.copy.default: copy,
+    RANDOM: random,
+}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 
 from .base import Dims, Rule, TensorLabels, argument, normal_dim, numbered, operands_of, result_shapes, shape_of
+from .pointwise import converts_exactly
 
 aten = torch.ops.aten
 
@@ -66,7 +69,26 @@ def along_dim(position: int = 1) -> Rule:
     return rule
 
 
+def cumulative_sum(node: fx.Node) -> Dims:
+    """cumsum along a whole dim: linear, but for rounding down to another dtype."""
+    dims = along_dim()(node)
+    before, after = operands_of(node)[0].meta["val"].dtype, node.meta["val"].dtype
+    linear = (frozenset({0}),) if before == after or converts_exactly(operands_of(node)[0], after) else ()
+    return replace(dims, linear=linear)
+
+
+def histogram(node: fx.Node) -> Dims:
+    """histc: counts are sums over all elements, if the bins do not depend on them."""
+    operand = numbered("d", len(shape_of(operands_of(node)[0])))
+    labels = frozenset(label for dim in operand for label in dim)
+    if argument(node, 2, "min", 0) == argument(node, 3, "max", 0):  # from the least to the greatest element
+        return Dims((operand,), ((("bin",),),), whole=labels)
+    return Dims((operand,), ((("bin",),),), summed=labels)
+
+
 RULES: dict[object, Rule] = {
+    aten.histc.default: histogram,
+    aten.cumsum.default: cumulative_sum,
     **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim), summing),
     **dict.fromkeys(
         (
@@ -92,7 +114,6 @@ RULES: dict[object, Rule] = {
     **dict.fromkeys((aten.var.correction, aten.var_mean.correction, aten.std.correction), whole_reduction(3)),
     **dict.fromkeys(
         (
-            aten.cumsum.default,
             aten.cumprod.default,
             aten._softmax.default,
             aten._log_softmax.default,

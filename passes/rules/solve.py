@@ -41,6 +41,8 @@ def canonical(layout: Layout) -> Layout:
 
 def regroup(dim: Dim, sizes: list[int]) -> list[Dim] | None:
     """Divides the factors of a dim into consecutive parts of the given sizes; None where a split factor would break."""
+    if len(sizes) == 1:
+        return [dim]
     rest = list(dim)
     parts: list[Dim] = []
     for i, size in enumerate(sizes):
@@ -78,19 +80,20 @@ def forward(
     _one_label_per_mesh_axis(assigned, splits, problems)
     used = {splits[f.axis.name].mesh_axis for dim in assigned.values() for f in dim if f.split and f.axis}
     partial = _passing_partial(dims, layouts, used)
-    summed = {
-        splits[factor.axis.name].mesh_axis
-        for label in dims.summed
-        for factor in assigned.get(label, ())
-        if factor.split and factor.axis
-    }
+
+    def summed_over(result: TensorLabels) -> frozenset[str]:
+        """The mesh axes of the split labels that are summed away in a result."""
+        kept = {label for labels in result for label in labels}
+        gone = [f for label in dims.summed - kept for f in assigned.get(label, ()) if f.split and f.axis]
+        return frozenset(splits[factor.axis.name].mesh_axis for factor in gone if factor.axis)
+
     return Solution(
         tuple(
             _layout(tensor, assigned, sizes, layout.partial if i in partial else frozenset())
             for i, (tensor, layout) in enumerate(zip(dims.operands, layouts, strict=True))
         ),
         tuple(
-            _layout(tensor, assigned, sizes, frozenset(summed).union(*(layouts[i].partial for i in partial)))
+            _layout(tensor, assigned, sizes, summed_over(tensor).union(*(layouts[i].partial for i in partial)))
             for tensor in dims.results
         ),
     ), problems

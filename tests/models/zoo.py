@@ -195,9 +195,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "mistral": lambda: _hf("Mistral", sliding_window=5),
     "qwen2": lambda: _hf("Qwen2"),
     "qwen3": lambda: _hf("Qwen3", head_dim=8),
-    "gemma3": lambda: _hf(
-        "Gemma3", head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"]
-    ),
+    "gemma3": lambda: _hf("Gemma3", head_dim=8, sliding_window=5, layer_types=["sliding_attention", "full_attention"]),
     "gpt-neox": lambda: _hf("GPTNeoX", num_key_value_heads=None),
     "phi3": lambda: _hf("Phi3"),
     "olmo2": lambda: _hf("Olmo2"),
