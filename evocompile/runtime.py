@@ -160,11 +160,7 @@ class ParallelCall:
         passed = self.model.local_inputs.signature(args, kwargs) if in_parts else ()
         with self.as_on_one_device():
             found = next(
-                (
-                    each
-                    for each in self._variants
-                    if each.signature == passed and each.captured.matches(args, kwargs)
-                ),
+                (each for each in self._variants if each.signature == passed and each.captured.matches(args, kwargs)),
                 None,
             )
             self.model.same_call.check(NEW if found is None else found.number, args, kwargs, in_parts=in_parts)

@@ -59,7 +59,7 @@ class VirtualModel:
         return losses, gradients, result.outputs
 
     def _tangents(self) -> list[Tensor]:
-        """What `loss.backward()` starts from: one for the loss, the first output that gets a gradient, zero for others."""
+        """What `loss.backward()` starts from: one for the loss (the first such output), zero for the others."""
         tangents = self.programs[0].inputs_of(InputKind.TANGENT)
         return [torch.full(each.shape, float(i == 0), dtype=each.dtype) for i, each in enumerate(tangents)]
 
