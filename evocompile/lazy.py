@@ -10,6 +10,8 @@ Printing does not gather, so that `if rank == 0: print(outputs)` is safe.
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,9 @@ from . import torch_private
 from .errors import EvocompileError
 from .layout import Layout, Sharding, whole_from_parts
 from .mesh import Mesh, group_name
+
+PATIENCE = 10.0  # seconds of waiting for the other ranks until a warning says so
+log = logging.getLogger("evocompile")
 
 
 @dataclass(frozen=True)
@@ -58,12 +63,31 @@ class Assembly:
         padded = own.new_zeros(max(shape.numel() for shape in shapes) * part.element_size())
         padded[: own.numel()] = own
         received = [torch.empty_like(padded) for _ in shapes]
-        dist.all_gather(received, padded, group=group)
+        _wait_aloud(dist.all_gather(received, padded, group=group, async_op=True))
         parts = [
             buffer[: shape.numel() * part.element_size()].view(part.dtype).view(shape)
             for buffer, shape in zip(received, shapes, strict=True)
         ]
         return whole_from_parts(parts, shardings, self.layout)
+
+
+def _wait_aloud(work: dist.Work | None) -> None:
+    """Waits, and says after a while what for: other ranks that do not use the output are the likely reason."""
+    assert work is not None
+    slow = threading.Timer(
+        PATIENCE,
+        lambda: log.warning(
+            "rank %d is gathering an output of the parallel model and waits for the other ranks: every rank has to use "
+            "the output, also where only one prints it",
+            dist.get_rank(),
+        ),
+    )
+    slow.daemon = True
+    slow.start()
+    try:
+        work.wait()
+    finally:
+        slow.cancel()
 
 
 class _Value:

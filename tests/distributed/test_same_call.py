@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import evocompile
-from evocompile import InputError, Plan
+from evocompile import InputError, Plan, lazy
 from tests.distributed.launch import run_ranks
 
 
@@ -65,3 +66,30 @@ def test_every_rank_hears_at_once(case: str, says: str, outcomes: list[dict[str,
         message, seconds = heard[case]
         assert says in message
         assert seconds < 30  # far below any time-out
+
+
+def use_on_one_rank_first() -> list[str]:
+    """What is logged when rank 1 uses the logits later than rank 0."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("evocompile").addHandler(handler)
+    lazy.PATIENCE = 1.0
+    torch.manual_seed(0)
+
+    class WithLogits(Tiny):
+        def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+            logits = self.head(self.tokens(ids))
+            return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()), logits
+
+    model = evocompile.parallelize(WithLogits(), plan=Plan(cp=2), backend="eager")
+    _, logits = model(ids=torch.arange(26).view(2, 13) % 16)
+    time.sleep(4.0 * dist.get_rank())
+    assert torch.isfinite(logits).all()
+    return records
+
+
+def test_a_rank_that_waits_for_others_to_use_an_output_says_so() -> None:
+    first, second = run_ranks(use_on_one_rank_first, 2)
+    assert any("every rank has to use the output" in message for message in first)
+    assert not any("every rank has to use the output" in message for message in second)
