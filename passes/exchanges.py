@@ -14,6 +14,7 @@ from .build import Builder
 from .schedules import Job, Schedule
 
 Side = Literal["queries", "keys"]
+_NAMES: Mapping[Side, str] = {"queries": "queries", "keys": "keys and values"}
 Groups = Sequence[Sequence[fx.Node]]  # tensors that travel together, one message for each dtype
 
 
@@ -33,12 +34,13 @@ class Exchanges:
     """
 
     def __init__(
-        self, builder: Builder, schedule: Schedule, group: str, what: str, queries: Groups, keys: Groups
+        self, builder: Builder, schedule: Schedule, group: str, is_backward: bool, queries: Groups, keys: Groups
     ) -> None:
         self._builder = builder
         self._schedule = schedule
         self._group = group
-        self._what = what
+        self._again = ", again for backward" if is_backward else ""
+        self._made = "gradients of {} to their owner" if is_backward else "a helper's result back to the owner of {}"
         self._own: Mapping[Side, Groups] = {"queries": queries, "keys": keys}
 
     def fetch(self, step: int) -> Coming | None:
@@ -51,7 +53,9 @@ class Exchanges:
         shapes = () if side is None or source is None else self._shapes(side, source)
         sent = [] if sent_side is None else self._own[sent_side]
         like = [] if side is None or not shapes else self._own[side]
-        return self._exchange(sent, consumer, source, side if shapes else None, shapes, like, f"for step {step}")
+        travels = sent_side or side
+        why = f"{_NAMES[travels]}{self._again}, step {step}" if travels else ""
+        return self._exchange(sent, consumer, source, side if shapes else None, shapes, like, why)
 
     def arrive(self, coming: Coming | None) -> list[list[fx.Node]]:
         """Waits for what `fetch` or `give_back` started: the groups that came, [] if nothing was to come."""
@@ -78,7 +82,8 @@ class Exchanges:
         like = [] if lent is None else expected.get(lent, [])
         shapes = [list(each.meta["val"].shape) for each in like]
         returned = [made] if made else []
-        why = f"what step {step} made of it, back"
+        side = self._side(schedule.job(step)) if made else lent
+        why = f"{self._made.format(_NAMES[side])}, step {step}" if side else ""
         return self._exchange(
             returned,
             schedule.source(step) if made else None,
@@ -97,7 +102,7 @@ class Exchanges:
         side: Side | None,
         shapes: tuple[list[list[int]], ...],
         like: Groups,
-        when: str,
+        why: str,
     ) -> Coming | None:
         """Message i sends sent[i] and receives shapes[i], of the dtype of like[i]."""
         ranks = self._schedule.ranks
@@ -114,7 +119,7 @@ class Exchanges:
                     wanted,
                     example,
                     self._group,
-                    f"{self._what}, {when}",
+                    why,
                 )
             )
         return Coming(tuple(starts), side, shapes) if starts else None

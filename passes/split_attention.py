@@ -62,7 +62,7 @@ def _forward(builder: Builder, node: fx.Node) -> list[fx.Node]:
     q, k, v, tables, mask, scale = node.args
     schedule = _schedule(builder, node, q, k, mask)
     group = _group(builder, k, schedule)
-    exchanges = Exchanges(builder, schedule, group, "attention", queries=[[q]], keys=[[k, v]])
+    exchanges = Exchanges(builder, schedule, group, is_backward=False, queries=[[q]], keys=[[k, v]])
     state: list[fx.Node] = []
     data: list[list[fx.Node]] = []
     coming, returning = exchanges.fetch(1), None
@@ -88,7 +88,7 @@ def _backward(builder: Builder, node: fx.Node) -> list[fx.Node]:
     group = _group(builder, k, schedule, ".backward")
     rows_here, columns_here = [d_out, q, out, lse], [k, v]
     exchanges = Exchanges(
-        builder, schedule, group, "attention's backward", queries=[[d_out, q, out], [lse]], keys=[columns_here]
+        builder, schedule, group, is_backward=True, queries=[[d_out, q, out], [lse]], keys=[columns_here]
     )
     dq: list[fx.Node] = []
     dkv: list[fx.Node] = []
