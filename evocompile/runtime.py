@@ -103,7 +103,7 @@ class ParallelCall:
     original: the function as it was.
     """
 
-    frames = 3  # from a warning in `__call__` up to the line that called
+    frames = 4  # from a warning in `__call__` up to the line that called
 
     def __init__(self, original: Callable[..., Any], model: ParallelModel, options: Options) -> None:
         functools.update_wrapper(self, original)
@@ -114,7 +114,6 @@ class ParallelCall:
 
     @torch.compiler.disable(reason="a parallelised model is compiled already")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        signature_of(self.original).bind(*args, **kwargs)  # Python's own TypeError for arguments that do not fit
         call = self._checked(args, kwargs)
         if torch.is_grad_enabled():
             self._warn_of_stale_optimizer()
@@ -156,6 +155,7 @@ class ParallelCall:
         return args, kwargs
 
     def _variant(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
+        signature_of(self.original).bind(*args, **kwargs)  # Python's own TypeError for arguments that do not fit
         in_parts = self.options.inputs == "local" and self.plan.dp > 1
         passed = self.model.local_inputs.signature(args, kwargs) if in_parts else ()
         with self.as_on_one_device():
@@ -274,7 +274,7 @@ class ParallelCall:
 class ParallelForward(ParallelCall):
     """Takes the place of `module.forward` on one instance; the class, attributes, hooks and signature stay."""
 
-    frames = 5  # the module's own __call__ comes between
+    frames = 6  # the module's own __call__ comes between
 
     def __init__(self, model: ParallelModel, options: Options) -> None:
         super().__init__(model.module.forward, model, options)

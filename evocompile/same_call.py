@@ -47,6 +47,8 @@ class SameCall:
         programs, sums = zip(*(each.tolist() for each in numbers), strict=True)
         firsts = [self._replicas.index(replica) if in_parts else 0 for replica in self._replicas]
         other_inputs = [rank for rank, first in enumerate(firsts) if sums[rank] != sums[first]]
+        if set(programs) == {NEW}:
+            return  # compiling compares what the ranks pass, input by input
         if len(set(programs)) > 1 or other_inputs:
             self._raise(programs, other_inputs, args, kwargs, in_parts)
 
