@@ -67,7 +67,7 @@ def annotate(program: Program) -> Program:
     assert program.joint is not None
     splits = Splits(splits_of(program))
     program = replace(program, sharding=Sharding(splits, program.coordinate))
-    routes, known = Routes(splits), list(program.notes)
+    routes, known = Routes(splits, dims_of), list(program.notes)
     while True:
         program.notes[:] = known
         natural, solutions = _natural(program, routes)

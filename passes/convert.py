@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import torch
@@ -22,13 +21,13 @@ def convert(builder: Builder, value: fx.Node, have: Layout, want: Layout) -> fx.
     In this order: sum what is pending, gather the factors that must be whole or split otherwise, keep only this rank's
     positions of those that must be split. To a pending sum, a split value is spread into zeros, without communication.
     """
+    if have.partial - want.partial:
+        group = builder.group("reduce", have.partial - want.partial)
+        start = builder.all_reduce(value, group, "a sum over split positions is needed whole")
+        have = Layout(have.dims, have.partial & want.partial)
+        value = builder.wait(start, layout=have)
     if want.partial - have.partial:
         return _spread(builder, value, have, want)
-    if have.partial:
-        group = builder.group("reduce", have.partial)
-        start = builder.all_reduce(value, group, "a sum over split positions is needed whole")
-        have = have.reduced()
-        value = builder.wait(start, layout=have)
     if 0 in want.shape:
         value = builder.call(aten.reshape.default, (value, list(builder.sharding.local_shape(want))))
         builder.layouts[value] = want
@@ -58,7 +57,7 @@ def _between(have: Layout, want: Layout) -> Layout | None:
         (Factor(size),) if _across(a, b) or _across(b, a) else a
         for size, a, b in zip(have.shape, have.dims, want.dims, strict=True)
     ]
-    return Layout(tuple(dims)) if any(a is not b for a, b in zip(have.dims, dims, strict=True)) else None
+    return Layout(tuple(dims), have.partial) if any(a is not b for a, b in zip(have.dims, dims, strict=True)) else None
 
 
 def _across(a: Dim, b: Dim) -> bool:
@@ -73,18 +72,36 @@ def _across(a: Dim, b: Dim) -> bool:
 
 def _align(have: Layout, want: Layout) -> tuple[list[Dim], list[Dim]]:
     """Both layouts with their dims divided into the same factors, so that each is split in one, both or none."""
-    have_dims, want_dims = [], []
-    for a, b in zip(have.dims, want.dims, strict=True):
-        sizes = _common_sizes(a, b)
-        have_dims.append(_divide(a, sizes))
-        want_dims.append(_divide(b, sizes))
-    return have_dims, want_dims
+    pairs = [_align_dim(a, b) for a, b in zip(have.dims, want.dims, strict=True)]
+    return [a for a, _ in pairs], [b for _, b in pairs]
 
 
-def _common_sizes(a: Dim, b: Dim) -> list[int]:
-    """Factor sizes of the common refinement; a split factor is never divided."""
-    cuts = sorted({*_ends(a), *_ends(b)} | {1})
-    return [hi // lo for lo, hi in pairwise(cuts)]
+def _align_dim(a: Dim, b: Dim) -> tuple[Dim, Dim]:
+    """The common refinement. A split factor of size 1 (some ranks hold none of it) stands between two others."""
+    cuts = sorted({1, *_ends(a), *_ends(b)})
+    ones = list(dict.fromkeys([*_split_ones(a), *_split_ones(b)]))
+    divided_a: list[Factor] = []
+    divided_b: list[Factor] = []
+    for lo, hi in pairwise([*cuts, cuts[-1]]):
+        for one in ones:
+            if one[0] == lo:
+                divided_a.append(one[1] if one in _split_ones(a) else Factor(1))
+                divided_b.append(one[1] if one in _split_ones(b) else Factor(1))
+        if lo < hi:
+            divided_a.append(_at(a, lo, hi))
+            divided_b.append(_at(b, lo, hi))
+    return tuple(divided_a) or (Factor(1),), tuple(divided_b) or (Factor(1),)
+
+
+def _split_ones(dim: Dim) -> list[tuple[int, Factor]]:
+    """The split factors of size 1, with the product of the sizes before them."""
+    return [(end, factor) for end, factor in zip(_ends(dim), dim, strict=True) if factor.size == 1 and factor.split]
+
+
+def _at(dim: Dim, lo: int, hi: int) -> Factor:
+    """The factor that spans [lo, hi), which may be a part of one that is not split."""
+    spans = zip([1, *_ends(dim)[:-1]], _ends(dim), dim, strict=True)
+    return next((factor for start, end, factor in spans if (start, end) == (lo, hi)), Factor(hi // lo))
 
 
 def _ends(dim: Dim) -> list[int]:
@@ -93,23 +110,6 @@ def _ends(dim: Dim) -> list[int]:
         product *= factor.size
         ends.append(product)
     return ends
-
-
-def _divide(dim: Dim, sizes: list[int]) -> Dim:
-    if math.prod(sizes) == 1:
-        return (dim[0] if len(dim) == 1 else Factor(1),)
-    divided: list[Factor] = []
-    rest = iter(sizes)
-    for factor in dim:
-        if factor.size == 1 and not factor.split:
-            continue
-        product = 1
-        while product < factor.size:
-            size = next(rest)
-            product *= size
-            divided.append(factor if size == factor.size else Factor(size))
-        assert product == factor.size, "a split factor cannot be divided"
-    return tuple(divided)
 
 
 def _reshape(builder: Builder, value: fx.Node, dims: list[Dim]) -> fx.Node:

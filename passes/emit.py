@@ -12,11 +12,11 @@ from torch import fx
 from evocompile.layout import Dim, Layout
 
 from .build import Builder
-from .rules.base import argument, normal_dim
+from .rules.base import argument, normal_dim, operands_of
 from .rules.pointwise import NEW, RANDOM
 from .rules.routing import bags_of
 from .rules.solve import canonical
-from .rules.views import VIEWS
+from .rules.views import SQUEEZES, VIEWS
 from .rules.windows import window_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -111,6 +111,25 @@ def _mean(builder: Builder, node: fx.Node, results: Any, layouts: Any, operands:
     return builder.call(aten.div.Scalar, (total, count))
 
 
+def _grouped_mm(builder: Builder, node: fx.Node, _: Any, __: Any, operands: list[fx.Node]) -> fx.Node:
+    """The kernel wants its operands in the order of memory that they have on one device."""
+    ordered = [
+        _in_order_of(builder, operand, original.meta["val"])
+        for operand, original in zip(operands, operands_of(node), strict=True)
+    ]
+    return _same(builder, node, ordered)
+
+
+def _in_order_of(builder: Builder, operand: fx.Node, original: torch.Tensor) -> fx.Node:
+    """The operand with its dims in memory as those of `original`, the slowest first."""
+    order = sorted(range(original.dim()), key=lambda dim: -original.stride(dim))
+    turned = builder.call(aten.permute.default, (operand, order))
+    if turned.meta["val"].is_contiguous():
+        return operand
+    dense = builder.call(aten.clone.default, (turned,), {"memory_format": torch.contiguous_format})
+    return builder.call(aten.permute.default, (dense, [order.index(dim) for dim in range(len(order))]))
+
+
 def _before(builder: Builder, dim: Dim, position: int) -> int:
     """How many of this rank's positions of a split dim come before `position`."""
     (factor,) = dim
@@ -185,11 +204,13 @@ def _selected(node: fx.Node, argument_of_dim: int, layout: Layout) -> tuple[int,
 
 _EMIT: dict[object, Emit] = {
     **dict.fromkeys(VIEWS, _view),
+    **dict.fromkeys(SQUEEZES, _view),  # locally, dims of size 1 may be others
     aten.expand.default: _expand,
     **dict.fromkeys((aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format), _factory),
     **dict.fromkeys(NEW, _new),
     prims.iota.default: _iota,
     RANDOM: _random,
+    aten._grouped_mm.default: _grouped_mm,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.slice.Tensor: _slice,

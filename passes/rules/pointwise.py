@@ -39,7 +39,8 @@ _UNTAGGED = {
 }
 _COUNTING = (torch.int32, torch.int64, torch.float32, torch.float64)  # dtypes that hold counts exactly
 RANDOM = torch.ops.evocompile.random.default
-FACTORIES = (aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format, prims.iota.default)
+CONSTANTS = (aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format)
+FACTORIES = (*CONSTANTS, prims.iota.default)
 
 
 def is_pointwise(target: object) -> bool:

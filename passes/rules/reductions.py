@@ -118,6 +118,7 @@ RULES: dict[object, Rule] = {
             aten._softmax.default,
             aten._log_softmax.default,
             aten.sort.default,
+            aten.sort.stable,
         ),
         along_dim(),
     ),

@@ -25,12 +25,16 @@ from torch import fx
 
 from evocompile.layout import Axis, Dim, Factor, Layout, Split
 
-from .base import argument, normal_dim, operands_of
-from .pointwise import RANDOM
-from .solve import Solution, canonical, regroup
-from .views import VIEWS
+from .base import Dims, argument, label_sizes, normal_dim, operands_of
+from .pointwise import CONSTANTS, NEW, RANDOM
+from .solve import Solution, canonical, pull, regroup
+from .views import SQUEEZES, VIEWS
+from .windows import WINDOWS
 
 aten, prims = torch.ops.aten, torch.ops.prims
+
+
+DimsOf = Callable[[fx.Node], "Dims | None"]
 
 
 class Splits(dict[str, Split]):
@@ -66,10 +70,12 @@ def bags_of(layout: Layout) -> set[str]:
 _MOVES = {
     *VIEWS,
     *(aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.expand.default),
-    *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
+    *SQUEEZES,
     *(aten.clone.default, aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default),
     *(prims.convert_element_type.default, aten._to_copy.default),
 }
+# The same at all positions, or drawn at random.
+_UNIFORM = (*CONSTANTS, *NEW, RANDOM)
 _DIVISIONS = {aten.div.Tensor_mode: "rounding_mode", aten.floor_divide.default: None}
 
 
@@ -79,14 +85,16 @@ class Routes:
     broken: the sorts whose proof failed; give them up and start again.
     """
 
-    def __init__(self, splits: Mapping[str, Split]) -> None:
+    def __init__(self, splits: Mapping[str, Split], dims_of: DimsOf) -> None:
         self.splits = splits
+        self._dims_of = dims_of
         self.broken: set[str] = set()
         self._given_up: set[str] = set()
         self._sizes: dict[str, int] = {}
         self._sorts: dict[str, fx.Node] = {}
         self._rows: dict[fx.Node, tuple[Rows | None, ...]] = {}
         self._numbered: set[tuple[fx.Node, fx.Node]] = set()
+        self._uniform: dict[tuple[fx.Node, Layout], bool] = {}
 
     def give_up(self) -> None:
         """Forgets everything but the sorts that cannot be done rank by rank."""
@@ -121,14 +129,34 @@ class Routes:
             rows = self.rows(operand)
             if canonical(have) != canonical(need):
                 self.broken |= bags_of(have) | ({rows.sort} if rows else set())
-            if not (_is_constant(operand) or (node, operand) in self._numbered):
-                self.broken |= bags_of(need) - bags_of(have)
+            new = bags_of(need) - bags_of(have)
+            if new and (node, operand) not in self._numbered and not self._same_in_any_order(operand, need):
+                self.broken |= new
             if rows and not routed:
                 moved = self._moved(node, rows)
                 self.broken |= set() if moved else {rows.sort}
                 self._rows[node] = (moved if isinstance(moved, Rows) else None,)
         for result in solution.results:
             self.broken |= {bag for bag in bags_of(result) if not _keeps(result, bag, self._sizes[bag])}
+
+    def _same_in_any_order(self, node: fx.Node, layout: Layout) -> bool:
+        """Whether a value that is laid out so is the same whatever the order of bags: constant, or broadcast, there.
+
+        A random draw is as good in another order.
+        """
+        if not bags_of(layout) or node.target in _UNIFORM:
+            return True
+        if (node, layout) not in self._uniform:
+            self._uniform[node, layout] = False
+            dims = self._dims_of(node) if node.op == "call_function" else None
+            if dims is None or node.target == prims.iota.default or node.target in WINDOWS or len(dims.results) != 1:
+                return False
+            solution = pull(dims, label_sizes(dims, node), layout)
+            self._uniform[node, layout] = solution is not None and all(
+                self._same_in_any_order(operand, each)
+                for operand, each in zip(operands_of(node), solution.operands, strict=True)
+            )
+        return self._uniform[node, layout]
 
     def _moved(self, node: fx.Node, rows: Rows) -> Rows | bool:
         """The row numbers that an elementwise operator or a view makes of row numbers; True where it makes others."""
@@ -178,20 +206,6 @@ def _keeps(layout: Layout, bag: str, size: int) -> bool:
         if first is not None:
             places.append(math.prod(factor.size for factor in dim[first:]))
     return len(places) == 1 and places[0] % max(size, 1) == 0
-
-
-def _is_constant(node: fx.Node) -> bool:
-    """The same value, or a random draw, everywhere: right in any order."""
-    while node.op == "call_function" and (node.target in _MOVES and node.target != RANDOM):
-        node = operands_of(node)[0]
-    return node.target in (
-        aten.full.default,
-        aten.zeros.default,
-        aten.ones.default,
-        aten.empty.memory_format,
-        aten.scalar_tensor.default,
-        RANDOM,
-    )
 
 
 # ---- rules

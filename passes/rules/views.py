@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from itertools import pairwise
 
@@ -33,7 +34,7 @@ def view_labels(source: tuple[int, ...], result: tuple[int, ...]) -> Dims:
         sizes[f"v{i}"] = hi // lo
 
     def labels(shape: tuple[int, ...], ends: list[int]) -> TensorLabels:
-        starts = [1, *ends[:-1]]
+        starts = [1, *ends][: len(ends)]
         return tuple(
             tuple(f"v{i}" for i in range(len(cuts) - 1) if start <= cuts[i] and cuts[i + 1] <= end)
             for start, end in zip(starts, ends, strict=True)
@@ -52,7 +53,7 @@ def _prefix_products(shape: tuple[int, ...]) -> list[int]:
     for size in shape:
         product *= size
         products.append(product)
-    return products or [1]
+    return products
 
 
 def _opaque_view(source: tuple[int, ...], result: tuple[int, ...]) -> Dims:
@@ -95,11 +96,11 @@ def squeeze(node: fx.Node) -> Dims:
 
 
 def expand(node: fx.Node) -> Dims:
-    (result,) = result_shapes(node)
+    """Linear, but a pending sum is done before it: there is less to add up."""
+    (result,), source = result_shapes(node), shape_of(operands_of(node)[0])
     assert result is not None
-    return Dims(
-        (broadcast_labels(shape_of(operands_of(node)[0]), result),), (numbered("d", len(result)),), linear=_FIRST
-    )
+    linear = _FIRST if math.prod(source) == math.prod(result) else ()
+    return Dims((broadcast_labels(source, result),), (numbered("d", len(result)),), linear=linear)
 
 
 def select(node: fx.Node) -> Dims:
@@ -186,6 +187,7 @@ def getitem(_: fx.Node) -> None:
     """Results of multi-result operators are handled by the passes themselves."""
 
 
+SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 RULES: dict[object, Rule] = {
     **dict.fromkeys(VIEWS, view),
@@ -193,9 +195,7 @@ RULES: dict[object, Rule] = {
     aten.transpose.int: transpose,
     aten.t.default: transpose,
     aten.unsqueeze.default: unsqueeze,
-    aten.squeeze.default: squeeze,
-    aten.squeeze.dim: squeeze,
-    aten.squeeze.dims: squeeze,
+    **dict.fromkeys(SQUEEZES, squeeze),
     aten.expand.default: expand,
     aten.select.int: select,
     aten.slice.Tensor: cut(),
