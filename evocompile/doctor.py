@@ -9,7 +9,8 @@ import shutil
 import torch
 import torch.distributed as dist
 
-from .kernels import cpu
+from .attention_backends import attention_table
+from .kernels import dispatch
 from .torch_private import CHECKED_ON
 
 
@@ -22,6 +23,10 @@ def doctor() -> tuple[str, bool]:
         problems.append(f"torch {torch_version} was not tested: pip install torch=={CHECKED_ON[-1]}")
     if not dist.is_available():
         problems.append("this torch has no torch.distributed, so there can be no ranks: install one that has")
+    asked = dispatch.forced()
+    if asked is not None and asked not in dispatch.NAMES:
+        problems.append(f"{dispatch.VARIABLE}={asked}: there are {', '.join(dispatch.NAMES)}")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
     if compiler is None and not torch.cuda.is_available():
         problems.append("no C++ compiler, which backend='inductor' needs on the CPU: install g++, or use 'eager'")
@@ -33,11 +38,13 @@ def doctor() -> tuple[str, bool]:
         "triton": _version("triton"),
         "devices": _devices(),
         "process groups": _process_groups(),
-        "attention": _attention(),
+        "attention asked for": asked or "none: the first that serves",
         "C++ compiler": compiler or "none",
     }
     width = max(map(len, findings))
     lines = [f"{what:<{width}}  {found}" for what, found in findings.items()]
+    lines += ["", f"attention backends on {device.type}, by dtype, head dims and kind of mask"]
+    lines += attention_table(device)
     return "\n".join([*lines, *(f"problem: {each}" for each in problems)]), not problems
 
 
@@ -62,10 +69,3 @@ def _process_groups() -> str:
         return "none"
     available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     return ", ".join(f"{name}: {'yes' if there else 'no'}" for name, there in available.items())
-
-
-def _attention() -> str:
-    """The kernel that `kernels.attention` takes for bfloat16 on this machine's device."""
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    q = torch.empty(1, 1, 1, 64, dtype=torch.bfloat16, device=device)
-    return "ATen's flash kernels for the CPU" if cpu.fits(q, q) else f"written out in PyTorch (slow) on {device.type}"

@@ -21,6 +21,10 @@ class MaskError(EvocompileError, ValueError):
     """An attention mask could not be proven to be a function of positions and input tables."""
 
 
+class KernelError(EvocompileError, ValueError):
+    """The attention backend that was asked for does not serve a case, or there is none of that name."""
+
+
 class ShardingError(EvocompileError, ValueError):
     """A value cannot be sharded as the plan asks."""
 

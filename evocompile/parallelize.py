@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from .classes import parallel_class
 from .errors import PlanError, StateError
+from .kernels.dispatch import check_name
 from .meeting import group_device, meet
 from .plan import Plan
 from .runtime import Backend, Options, ParallelForward, ParallelFunction, ParallelModel, parallel_forward
@@ -34,6 +35,7 @@ def parallelize(
     precision: Any = None,
     backend: Backend = "inductor",
     check: bool = False,
+    attention_backend: str | None = None,
 ) -> Any:
     """Make a model train on all ranks of the default process group; the numbers stay those of one device.
 
@@ -61,13 +63,16 @@ def parallelize(
     backend:   "inductor", or "eager" for segments that are not compiled.
     check:     at the first call of each signature, compare a step with the eager model on every rank, with the whole
                weights in its memory.
+    attention_backend: the kernel of every attention block, by its name in `evocompile doctor`, instead of the first one
+               that serves it.
     example_inputs, cluster, precision: only their defaults are built yet.
 
     Raises PlanError (no process group, a plan for another number of ranks, a model on the wrong device, what is not
-    built yet) and StateError (already parallelised, other values than on rank 0), on all ranks alike.
+    built yet), KernelError (no such attention backend) and StateError (already parallelised, other values than on rank
+    0), on all ranks alike.
     """
     _refuse_unbuilt(example_inputs=example_inputs, cluster=cluster, precision=precision)
-    options = _options(backend, inputs, check)
+    options = _options(backend, inputs, check, attention_backend)
     target = model_or_class_or_fn
     if target is None:
         return functools.partial(
@@ -78,6 +83,7 @@ def parallelize(
             inputs=inputs,
             backend=backend,
             check=check,
+            attention_backend=attention_backend,
         )
     if isinstance(target, nn.Module):
         if model is not None:
@@ -172,12 +178,16 @@ def _refuse_unbuilt(**arguments: Any) -> None:
             raise PlanError(f"parallelize({name}=…) is not built yet: leave it at None")
 
 
-def _options(backend: Backend, inputs: Literal["global", "local"], check: bool) -> Options:
+def _options(
+    backend: Backend, inputs: Literal["global", "local"], check: bool, attention_backend: str | None
+) -> Options:
     if backend not in ("inductor", "eager"):
         raise PlanError(f"backend={backend!r}: choose 'inductor' or 'eager'")
     if inputs not in ("global", "local"):
         raise PlanError(f"inputs={inputs!r}: choose 'global' (every rank passes the whole batch) or 'local'")
-    return Options(backend, inputs, bool(check))
+    if attention_backend is not None:
+        check_name(attention_backend)
+    return Options(backend, inputs, bool(check), attention_backend)
 
 
 def _described(target: Any) -> str:

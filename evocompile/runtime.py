@@ -20,11 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .agreement import agree_across_ranks, check_same_inputs
+from .attention_backends import check_backends
 from .capture import Captured, capture
 from .check import check_against_one_device
 from .collectives import Communicators, program_events
 from .compile import compile_graph
 from .errors import InputError, StateError
+from .kernels import dispatch
 from .lazy import LazyOutput
 from .local_inputs import LocalInputs, Parts, Signature
 from .meeting import check_sharded, meet_again, ties_of
@@ -95,6 +97,7 @@ class Options:
     backend: Backend = "inductor"
     inputs: Literal["global", "local"] = "global"
     check: bool = False
+    attention_backend: str | None = None
 
 
 class ParallelCall:
@@ -212,6 +215,7 @@ class ParallelCall:
             model.device,
             signature,
             parts,
+            self.options.attention_backend,
         )
 
     def _agreed_program(
@@ -228,6 +232,8 @@ class ParallelCall:
             check_sharded(self.model.module)
             captured = capture(self.original, self.model.module, args, kwargs, parts=parts)
             program = run_passes(captured.program, self.plan, self.rank, progress=progress)
+            with dispatch.use(self.options.attention_backend):
+                check_backends(program)
             events = program_events(program)
         except Exception as error:
             failure, events = error, []
@@ -237,6 +243,7 @@ class ParallelCall:
             "the version of torch": torch.__version__,
             "the plan": self.plan.to_json(),
             "the backend": self.options.backend,
+            "the attention backend": self.options.attention_backend or "any",
             "what compiling the call gives": outcome,
         }
         try:

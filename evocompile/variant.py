@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from .capture import Captured
 from .collectives import Communicators, pending_works
 from .compile import CompiledGraph
+from .kernels import dispatch
 from .lazy import Assembly, LazyOutput, without_gradient
 from .local_inputs import Parts, Signature
 from .mesh import group_name
@@ -50,6 +51,7 @@ class Variant:
         device: torch.device,
         signature: Signature,
         parts: Parts | None,
+        attention_backend: str | None,
     ) -> None:
         self.number = number
         self.captured = captured
@@ -59,6 +61,7 @@ class Variant:
         self.watch = watch
         self.signature = signature
         self.parts = parts
+        self.attention_backend = attention_backend
         self.users = program.outputs_of(OutputKind.USER)
         self._assemblies = assemblies
         self._communicators = communicators
@@ -125,7 +128,7 @@ class Variant:
         inputs = [local_shard(each) if index in self._parameters else each for index, each in enumerate(flat)]
         if self._seed is not None:
             inputs.append(self._seed())
-        results = _execute(self.forward, inputs, flat[0].device.type)
+        results = self._execute(self.forward, inputs, flat[0].device.type)
         outputs, results = results[: len(self.users)], results[len(self.users) :]
         updates, saved = results[: len(self._updates)], results[len(self._updates) :]
         if updates:
@@ -144,20 +147,19 @@ class Variant:
         assert self.backward is not None
         inputs = [*map(local_shard, saved), *(tangent.contiguous() for tangent in tangents)]
         saved.clear()
-        gradients = _execute(self.backward, inputs, parameters[0].device.type)
+        gradients = self._execute(self.backward, inputs, parameters[0].device.type)
         return [
             None if gradient is None else as_gradient(parameter, gradient)
             for parameter, gradient in zip(parameters, gradients, strict=True)
         ]
 
-
-def _execute(graph: CompiledGraph, inputs: list[Tensor], device_type: str) -> list[Any]:
-    """Run a graph. Its casts were captured with it, so a surrounding autocast must not add more."""
-    pending = pending_works()
-    with torch.autocast(device_type, enabled=False):
-        results = graph(inputs)
-    assert pending_works() == pending, "the graph has started a communication that it did not wait for"
-    return results
+    def _execute(self, graph: CompiledGraph, inputs: list[Tensor], device_type: str) -> list[Any]:
+        """Run a graph. Its casts were captured with it, so a surrounding autocast must not add more."""
+        pending = pending_works()
+        with torch.autocast(device_type, enabled=False), dispatch.use(self.attention_backend):
+            results = graph(inputs)
+        assert pending_works() == pending, "the graph has started a communication that it did not wait for"
+        return results
 
 
 def _apart_from(buffers: Sequence[Tensor], values: list[Any]) -> list[Any]:

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import cpu, reference
+from . import reference
 from .blocks import Block, Interval, blocks, pairs_of
+from .dispatch import block_kernel
 from .mask import Tile, parse_mask
 from .reference import accumulation_dtype
 
@@ -41,8 +42,7 @@ def _forward(
     """One kernel call: (out in q's or the accumulation dtype, lse), dead rows (0, -inf), any strides."""
     if 0 in q.shape[:3] or k.shape[2] == 0:
         return _empty_state(q, v)
-    kernel = cpu if cpu.fits(q, v) else reference
-    return kernel.forward(q, k, v, mask, is_causal, scale)
+    return block_kernel(q, v, mask, is_causal).forward(q, k, v, mask, is_causal, scale)
 
 
 def _backward(
@@ -59,8 +59,7 @@ def _backward(
     """One kernel call: gradients in q's or the accumulation dtype, any strides."""
     if 0 in q.shape[:3] or k.shape[2] == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    kernel = cpu if cpu.fits(q, v) else reference
-    return kernel.backward(d_out, q, k, v, out, lse, mask, is_causal, scale)
+    return block_kernel(q, v, mask, is_causal).backward(d_out, q, k, v, out, lse, mask, is_causal, scale)
 
 
 def _contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:

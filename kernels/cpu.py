@@ -18,13 +18,6 @@ from torch import Tensor
 
 from .reference import accumulation_dtype, with_causal
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-def fits(q: Tensor, v: Tensor) -> bool:
-    """Whether the kernels take these tensors."""
-    return q.device.type == "cpu" and q.dtype in _DTYPES and q.shape[-1] == v.shape[-1]
-
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
-from evocompile.kernels import cpu, reference
+from evocompile.kernels import reference
 from evocompile.kernels.blocks import blocks
 from evocompile.kernels.mask import Tile, parse_mask
 
@@ -490,10 +490,3 @@ def test_bfloat16_fakes_match() -> None:
         ("dense_attention", (q, k, v, None, True, SCALE)),
     ):
         torch.library.opcheck(getattr(ops, name).default, arguments, test_utils=("test_schema", "test_faketensor"))
-
-
-def test_cpu_kernel_is_used_where_it_fits() -> None:
-    q, _, v, _ = make()
-    assert cpu.fits(q, v)
-    assert not cpu.fits(q, v[..., :8])
-    assert not cpu.fits(q.to("meta"), v.to("meta"))
