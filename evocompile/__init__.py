@@ -1,5 +1,6 @@
 """evocompile: compile an unmodified PyTorch model for training on many devices at very long context."""
 
+from .checkpoint import Checkpoints
 from .errors import (
     CaptureError,
     DeadlockError,
@@ -24,6 +25,7 @@ from .passes.rules.custom import register_sharding_rule  # isort: skip
 
 __all__ = [
     "CaptureError",
+    "Checkpoints",
     "DeadlockError",
     "EvocompileError",
     "InputError",

@@ -1,6 +1,7 @@
 """What goes wrong for people who train on long sequences today, row by row of the design's PAINS.
 
-Row 19, models side by side, is test_models_side_by_side in test_one_device.py.
+Row 18, checkpoints, is test_checkpoints.py; row 19, models side by side, is test_models_side_by_side in
+test_one_device.py.
 """
 
 from __future__ import annotations
