@@ -29,11 +29,15 @@ from .program import Collective, Program, clone_graph, nbytes
 
 @dataclass
 class _Exchange:
-    """An exchange under way. Both buffers are held here: the wire reads and writes them until the wait."""
+    """An exchange under way. All buffers are held here: the wire reads and writes them until the wait.
+
+    landing: where the wire writes what `buffer` gets at the wait; `buffer` itself unless the wire needs host memory.
+    """
 
     works: list[dist.Work]
     sent: torch.Tensor | None
     buffer: torch.Tensor
+    landing: torch.Tensor
     what: str
 
 
@@ -63,14 +67,18 @@ def exchange_start(
     if torch_private.is_fake(buffer):
         return buffer
     works: list[dist.Work] = []
+    landing = buffer
     if size or (sent is not None and sent.numel()):
         process_group = torch_private.resolve_group(group)
-        halves = [dist.P2POp(dist.irecv, buffer, source, process_group)] if size else []
+        if buffer.device.type != "cpu" and dist.get_backend(process_group) == "gloo":
+            # gloo copies to the host by itself in collectives, but not when it sends and receives
+            landing, sent = torch.empty_like(buffer, device="cpu"), None if sent is None else sent.cpu()
+        halves = [dist.P2POp(dist.irecv, landing, source, process_group)] if size else []
         if sent is not None and sent.numel():
             halves.append(dist.P2POp(dist.isend, sent, destination, process_group))
         works = dist.batch_isend_irecv(halves)
     what = f"exchange (to rank {destination}, from rank {source}) on process group {group}"
-    _exchanges[id(buffer)] = _Exchange(works, sent, buffer, what)
+    _exchanges[id(buffer)] = _Exchange(works, sent, buffer, landing, what)
     return buffer
 
 
@@ -88,7 +96,7 @@ def exchange_wait(buffer: torch.Tensor) -> torch.Tensor:
             work.wait()
     except RuntimeError as error:
         raise DeadlockError(f"{exchange.what} failed, a peer died or did not answer in time: {error}") from error
-    return buffer
+    return buffer if exchange.landing is buffer else buffer.copy_(exchange.landing)
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

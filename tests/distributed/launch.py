@@ -1,4 +1,4 @@
-"""Runs a function on N gloo ranks, each a process of its own, for tests.
+"""Runs a function on N ranks, each a process of its own, for tests.
 
     results = run_ranks(step, 2, "zigzag")      # step is a module-level function, called as step("zigzag")
 
@@ -47,16 +47,18 @@ def launch(
     *args: Any,
     timeout: float = 120.0,
     group_timeout: float = 60.0,
+    backend: str = "gloo",
 ) -> list[Outcome]:
     """As `run_ranks`, for tests in which ranks fail: nothing is raised.
 
     timeout:       seconds until ranks that still run are killed.
     group_timeout: seconds until a collective of the default group raises.
+    backend:       of the default group.
     """
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         processes: list[BaseProcess] = [
-            spawn.Process(target=_rank_main, args=(folder, rank, world, group_timeout, function, args))
+            spawn.Process(target=_rank_main, args=(folder, rank, world, group_timeout, backend, function, args))
             for rank in range(world)
         ]
         try:
@@ -82,13 +84,19 @@ def _outcome(folder: Path, rank: int, process: BaseProcess, timeout: float) -> O
 
 
 def _rank_main(
-    folder: str, rank: int, world: int, group_timeout: float, function: Callable[..., Any], args: tuple[Any, ...]
+    folder: str,
+    rank: int,
+    world: int,
+    group_timeout: float,
+    backend: str,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     try:
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{folder}/rendezvous",
             rank=rank,
             world_size=world,

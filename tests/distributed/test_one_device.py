@@ -95,6 +95,20 @@ def test_three_optimizer_steps(job: Job, optimizer: str, jobs: Jobs, references:
         same_training(result[optimizer], references[job.case], optimizer)
 
 
+# Families whose graphs differ in kind: windows, two norms with windows and without, routed experts, full attention.
+COMPILED = [
+    Job(training.first_step, Case(model, length=13, seed=3), plan(cp=2, shard=2), "inductor")
+    for model in ("mistral", "gemma3", "mixtral", "bert")
+]
+
+
+@pytest.mark.parametrize("job", parameters(COMPILED))
+def test_families_compiled(job: Job, jobs: Jobs, references: References) -> None:
+    for result in jobs.results(job):
+        assert_loss(result["losses"][0], references[job.case]["loss"])
+        assert_gradients(result["gradients"], references[job.case]["gradients"])
+
+
 def same_training(result: dict[str, Any], reference: dict[str, Any], optimizer: str) -> None:
     assert len(result["losses"]) == STEPS
     for loss, expected in zip(result["losses"], reference[optimizer]["losses"], strict=True):

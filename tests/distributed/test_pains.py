@@ -1,7 +1,14 @@
 """What goes wrong for people who train on long sequences today, row by row of the design's PAINS.
 
-Row 18, checkpoints, is test_checkpoints.py; row 19, models side by side, is test_models_side_by_side in
-test_one_device.py.
+Rows whose tests stand elsewhere, with others of their kind:
+
+10  the check itself hangs: tests/test_agreement.py (`test_ranks_that_do_not_come_are_named` and those after it) and
+    test_same_call.py, which finds one rank with a compiled program and one without.
+14  errors deep in the compiler: tests/test_capture.py, `test_errors_name_the_line_the_reason_and_no_stack`.
+15  recompiles: `padded_lengths_share_programs` and `each_signature_is_compiled_once` on ranks; that a message names
+    what changed: tests/test_capture.py, `test_guards_see_changes_of_the_call`.
+18  checkpoints: test_checkpoints.py.
+19  models side by side: test_one_device.py, `test_models_side_by_side`.
 """
 
 from __future__ import annotations
@@ -148,6 +155,53 @@ def test_row_6_a_single_valid_token(plan: Plan, position: int) -> None:
     """All other ranks contribute zero, not NaN. (A query row without keys: tests/kernels/test_attention.py.)"""
     (expected,) = equals_one_device(GPT, plan, [labelled({0: [position]})])
     assert expected["losses"][0].isfinite()
+
+
+# --- rows 4 and 5: windows and documents are not run as plainly causal -----------------------------------------------
+
+
+@pytest.mark.parametrize("plan", [Plan(cp=2), Plan(cp=4, attention="ring"), Plan(cp=4, attention="balanced")], ids=str)
+@pytest.mark.parametrize("model", ["mistral", "gemma3"])
+def test_row_4_a_sliding_window(model: str, plan: Plan) -> None:
+    case = Case(model, length=17, seed=2)
+    (expected,) = equals_one_device(case, plan, [case.inputs()])
+    wide = case.build()
+    wide.config.sliding_window = 512
+    for layer in wide.model.layers:
+        layer.self_attn.sliding_window = 512
+    loss = wide(**case.inputs()).loss.detach()
+    assert abs(float(loss / expected["losses"][0]) - 1) > 1e-4  # the window matters
+
+
+@pytest.mark.parametrize("plan", [Plan(cp=2), Plan(dp=2, cp=2), Plan(cp=4, attention="balanced")], ids=str)
+def test_row_5_packed_documents(plan: Plan) -> None:
+    case = Case("llama", length=17, seed=2, form="packed")
+    (expected,) = equals_one_device(case, plan, [case.inputs()])
+    whole = torch.ones(case.batch, case.length, dtype=torch.int64)  # given a mask, the model looks for no documents
+    loss = case.build()(**case.inputs(), attention_mask=whole).loss.detach()
+    assert abs(float(loss / expected["losses"][0]) - 1) > 1e-4  # the borders matter
+
+
+# --- row 17: nothing has to divide -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(cp=4), Plan(cp=5, attention="ring"), Plan(cp=7, attention="balanced"), Plan(dp=2, cp=3)],
+    ids=str,
+)
+def test_row_17_nothing_has_to_divide(plan: Plan) -> None:
+    """3 query heads, 1 key/value head, 13 positions, 3 rows; parameters of 36, 56, 67 rows over all ranks."""
+    case = Case("llama-bias", length=13, batch=3)
+    equals_one_device(case, plan, [case.inputs()])
+
+
+@pytest.mark.parametrize("length", [2, 3])
+def test_row_17_fewer_positions_than_ranks(length: int) -> None:
+    case = Case("llama", length=length, seed=1)
+    batch = case.inputs()
+    batch["labels"] = batch["input_ids"].clone()
+    equals_one_device(case, Plan(cp=4), [batch])
 
 
 # --- row 9: a pass that drops or reorders a collective ---------------------------------------------------------------

@@ -79,6 +79,11 @@ def optimize(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case) -> 
     return {"losses": losses, "parameters": whole(model.named_parameters())}
 
 
+def first_step(case: Case, plan: Plan, backend: str) -> dict[str, Any]:
+    """Loss and gradients of one step."""
+    return step(parallel_model(case, plan, backend), case.inputs())
+
+
 def descend(case: Case, plan: Plan, backend: str) -> dict[str, Any]:
     """Three steps of SGD."""
     model = parallel_model(case, plan, backend)

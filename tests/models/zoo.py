@@ -28,7 +28,10 @@ class Case:
 
     def build(self) -> nn.Module:
         torch.manual_seed(self.seed)
-        return MODELS[self.model]().to(getattr(torch, self.dtype)).train()
+        model = MODELS[self.model]().to(getattr(torch, self.dtype)).train()
+        if self.form == "packed":
+            model.config.use_cache = False  # with a cache to fill, transformers does not look for documents
+        return model
 
     def inputs(self, step: int = 0) -> dict[str, torch.Tensor]:
         """Batch number `step`: keyword arguments of the model, with spans of labels that are ignored."""
