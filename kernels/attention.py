@@ -13,11 +13,27 @@ Shapes: q (B, H, S, D); k (B, Hk, T, D); v (B, Hk, T, E) with H % Hk == 0; out, 
 
 The state (out, lse) that steps carry is in the accumulation dtype. A backward step takes the *global* out and lse: the
 contributions of all steps of a row then add up to its gradient.
+
+All have the same last arguments, which are left out of a graph where they say nothing:
+
+    params   float tensors (H,), (H, N) or (H, B or 1, N): learned or constant data of this call's query heads. Where
+             heads are split they are split like q, where the batch is split on dim 1 of three.
+    seed     int64 scalar on the CPU: the stream from which dropout draws; None without dropout.
+    score    text of a number (`kernels.score`): what a scaled score s becomes before the softmax, a function of s, the
+             positions q and k, b, h, tables and params; "s" is the score as it is.
+    dropout  the probability with which a weight is dropped. Whether it is depends on the seed and the global
+             (b, h, q, k) alone, so every schedule and both directions decide alike.
+    batch    (steps) global numbers of this call's first batch row and
+    head     first query head: what b is for dropout, and h in mask and score. The rows of tables and params are local.
+    trained  (backward) for how many of `params`, the first ones, a gradient is returned.
+
+A backward returns the list [dq, dk, dv, *gradients of the first `trained` params].
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,21 +43,33 @@ from torch.utils.flop_counter import register_flop_formula
 from . import reference
 from .blocks import Block, Interval, blocks, pairs_of
 from .dispatch import block_kernel
+from .form import Changes, Form
 from .mask import Tile, parse_mask
 from .reference import accumulation_dtype
 
-Gradients = tuple[Tensor, Tensor, Tensor]
+_FORM = "Tensor[]? params=None, Tensor? seed=None, str score='s', float dropout=0.0"
+_PLACE = "int batch=0, int head=0"
+_GRIDS = "Tensor[]? grids=None"
+_TRAINED = "int trained=0"
 
 
 # ---- kernels ----
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    changes: Changes | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One kernel call: (out in q's or the accumulation dtype, lse), dead rows (0, -inf), any strides."""
     if 0 in q.shape[:3] or k.shape[2] == 0:
         return _empty_state(q, v)
+    if changes is not None:
+        return reference.forward(q, k, v, mask, is_causal, scale, changes)
     return block_kernel(q, v, mask, is_causal).forward(q, k, v, mask, is_causal, scale)
 
 
@@ -55,11 +83,15 @@ def _backward(
     mask: Tensor | None,
     is_causal: bool,
     scale: float,
-) -> Gradients:
+    changes: Changes | None = None,
+) -> list[Tensor]:
     """One kernel call: gradients in q's or the accumulation dtype, any strides."""
     if 0 in q.shape[:3] or k.shape[2] == 0:
-        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    return block_kernel(q, v, mask, is_causal).backward(d_out, q, k, v, out, lse, mask, is_causal, scale)
+        trained = changes.form.params[: changes.form.trained] if changes else ()
+        return [torch.zeros_like(each) for each in (q, k, v, *trained)]
+    if changes is not None:
+        return reference.backward(d_out, q, k, v, out, lse, mask, is_causal, scale, changes)
+    return list(block_kernel(q, v, mask, is_causal).backward(d_out, q, k, v, out, lse, mask, is_causal, scale))
 
 
 def _contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -79,14 +111,13 @@ def _empty_state(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out.zero_(), lse.fill_(-math.inf)
 
 
-def _gradients_like(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> Gradients:
-    """Uninitialised contiguous (dq, dk, dv)."""
-    return q.new_empty(q.shape, dtype=dtype), k.new_empty(k.shape, dtype=dtype), v.new_empty(v.shape, dtype=dtype)
+def _gradients_like(dtype: torch.dtype, *operands: Tensor) -> list[Tensor]:
+    """Uninitialised contiguous gradients of q, k, v and the trained params."""
+    return [each.new_empty(each.shape, dtype=dtype) for each in operands]
 
 
-def _contiguous_gradients(gradients: Gradients, dtype: torch.dtype) -> Gradients:
-    dq, dk, dv = gradients
-    return _contiguous(dq, dtype), _contiguous(dk, dtype), _contiguous(dv, dtype)
+def _contiguous_all(gradients: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return [_contiguous(each, dtype) for each in gradients]
 
 
 # ---- one step: all blocks of some rows and some columns ----
@@ -99,6 +130,7 @@ class Where(NamedTuple):
     mask: str
     q_intervals: tuple[int, ...]
     k_intervals: tuple[int, ...]
+    form: Form
 
     def blocks(self, q: Tensor, k: Tensor) -> tuple[Block, ...]:
         for x, intervals in ((q, self.q_intervals), (k, self.k_intervals)):
@@ -109,9 +141,19 @@ class Where(NamedTuple):
         """The bool mask of a masked block, broadcastable to (B, H, rows, columns)."""
         if block.tile is not Tile.MASKED:
             return None
-        rows = _positions(self.q_intervals, q.device)[slice(*block.rows)]
-        columns = _positions(self.k_intervals, q.device)[slice(*block.columns)]
-        return parse_mask(self.mask).evaluate(rows, columns, self.tables, q.shape[0], q.shape[1], q.device)
+        rows, columns = self._positions(block, q.device)
+        batch, heads = q.shape[:2]
+        return parse_mask(self.mask).evaluate(
+            rows, columns, self.tables, batch, heads, q.device, self.form.batch, self.form.head
+        )
+
+    def changes(self, block: Block, device: torch.device) -> Changes | None:
+        """What happens to the scores and weights of a block."""
+        return None if self.form.is_plain else self.form.at(*self._positions(block, device), self.tables)
+
+    def _positions(self, block: Block, device: torch.device) -> tuple[Tensor, Tensor]:
+        rows, columns = _positions(self.q_intervals, device), _positions(self.k_intervals, device)
+        return rows[slice(*block.rows)], columns[slice(*block.columns)]
 
 
 def _part(x: Tensor, interval: Interval) -> Tensor:
@@ -129,7 +171,8 @@ def _step(
 
     def attend(block: Block) -> tuple[Tensor, Tensor]:
         q_rows, k_columns, v_columns = _part(q, block.rows), _part(k, block.columns), _part(v, block.columns)
-        return _forward(q_rows, k_columns, v_columns, where.keep(block, q), block.tile is Tile.CAUSAL, scale)
+        keep, is_causal = where.keep(block, q), block.tile is Tile.CAUSAL
+        return _forward(q_rows, k_columns, v_columns, keep, is_causal, scale, where.changes(block, q.device))
 
     todo = list(where.blocks(q, k))
     if todo and todo[0].rows == (0, q.shape[2]):  # all rows: no state has to be made or copied first
@@ -150,36 +193,41 @@ def _step(
 
 def _backward_step(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, where: Where, scale: float
-) -> Gradients:
-    """What the rows and columns contribute to (dq, dk, dv), in the accumulation dtype."""
+) -> list[Tensor]:
+    """What the rows and columns contribute to the gradients, in the accumulation dtype."""
 
-    def attend(block: Block) -> Gradients:
+    def attend(block: Block) -> list[Tensor]:
         d_rows, q_rows, out_rows, lse_rows = (_part(x, block.rows) for x in (d_out, q, out, lse))
         k_columns, v_columns = _part(k, block.columns), _part(v, block.columns)
         keep, is_causal = where.keep(block, q), block.tile is Tile.CAUSAL
-        return _backward(d_rows, q_rows, k_columns, v_columns, out_rows, lse_rows, keep, is_causal, scale)
+        changes = where.changes(block, q.device)
+        return _backward(d_rows, q_rows, k_columns, v_columns, out_rows, lse_rows, keep, is_causal, scale, changes)
 
     todo = where.blocks(q, k)
     dtype = accumulation_dtype(q.dtype)
     if len(todo) == 1 and todo[0][1:] == ((0, q.shape[2]), (0, k.shape[2])):
-        return _contiguous_gradients(attend(todo[0]), dtype)
-    dq, dk, dv = (gradient.zero_() for gradient in _gradients_like(q, k, v, dtype))
+        return _contiguous_all(attend(todo[0]), dtype)
+    gradients = [each.zero_() for each in _gradients_like(dtype, q, k, v, *_trained(where.form))]
+    dq, dk, dv, *d_params = gradients
     for block in todo:
-        block_dq, block_dk, block_dv = attend(block)
-        _part(dq, block.rows).add_(block_dq)
-        _part(dk, block.columns).add_(block_dk)
-        _part(dv, block.columns).add_(block_dv)
-    return dq, dk, dv
+        targets = _part(dq, block.rows), _part(dk, block.columns), _part(dv, block.columns), *d_params
+        for target, gradient in zip(targets, attend(block), strict=True):
+            target.add_(gradient)
+    return gradients
 
 
-# ---- operators of a split graph ----
+def _trained(form: Form) -> Sequence[Tensor]:
+    return form.params[: form.trained]
+
+
+# ---- operators of a split graph
 
 
 @torch.library.custom_op(
     "evocompile::attention_step",
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor[] tables, Tensor? out, Tensor? lse, str mask, int[] q_intervals,"
-    " int[] k_intervals, float scale) -> (Tensor, Tensor)",
+    f" int[] k_intervals, float scale, {_FORM}, {_PLACE}) -> (Tensor, Tensor)",
 )
 def attention_step(
     q: Tensor,
@@ -192,6 +240,12 @@ def attention_step(
     q_intervals: list[int],
     k_intervals: list[int],
     scale: float,
+    params: list[Tensor] | None = None,
+    seed: Tensor | None = None,
+    score: str = "s",
+    dropout: float = 0.0,
+    batch: int = 0,
+    head: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The carried state (out, lse) after these rows have also attended these columns; no state starts a fresh one.
 
@@ -199,11 +253,12 @@ def attention_step(
     `k_intervals`; `tables` cover all global positions. out, lse: in the accumulation dtype.
     """
     carried = None if out is None or lse is None else (out, lse)
-    return _step(q, k, v, carried, Where(tables, mask, tuple(q_intervals), tuple(k_intervals)), scale)
+    form = Form(params or (), seed, score, dropout, batch, head)
+    return _step(q, k, v, carried, Where(tables, mask, tuple(q_intervals), tuple(k_intervals), form), scale)
 
 
 @attention_step.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_rest: Any, **_form: Any) -> tuple[Tensor, Tensor]:
     return _state_like(q, v, accumulation_dtype(q.dtype))
 
 
@@ -222,7 +277,7 @@ def _(out: Tensor, lse: Tensor, _other_out: Tensor, _other_lse: Tensor) -> tuple
     "evocompile::attention_backward_step",
     mutates_args=(),
     schema="(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] tables, str mask,"
-    " int[] q_intervals, int[] k_intervals, float scale) -> (Tensor, Tensor, Tensor)",
+    f" int[] q_intervals, int[] k_intervals, float scale, {_FORM}, {_PLACE}, {_TRAINED}) -> Tensor[]",
 )
 def attention_backward_step(
     d_out: Tensor,
@@ -236,36 +291,66 @@ def attention_backward_step(
     q_intervals: list[int],
     k_intervals: list[int],
     scale: float,
-) -> Gradients:
-    """What these rows and columns contribute to (dq, dk, dv), in the accumulation dtype.
+    params: list[Tensor] | None = None,
+    seed: Tensor | None = None,
+    score: str = "s",
+    dropout: float = 0.0,
+    batch: int = 0,
+    head: int = 0,
+    trained: int = 0,
+) -> list[Tensor]:
+    """What these rows and columns contribute to [dq, dk, dv, *d_params], in the accumulation dtype.
 
     out, lse: the *global* ones of these rows, after all steps of the forward. Otherwise as `attention_step`.
     """
-    where = Where(tables, mask, tuple(q_intervals), tuple(k_intervals))
+    form = Form(params or (), seed, score, dropout, batch, head, trained)
+    where = Where(tables, mask, tuple(q_intervals), tuple(k_intervals), form)
     return _backward_step(d_out, q, k, v, out, lse, where, scale)
 
 
 @attention_backward_step.register_fake
-def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> Gradients:
-    return _gradients_like(q, k, v, accumulation_dtype(q.dtype))
+def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any, **_form: Any) -> list[Tensor]:
+    given = _given(attention_backward_step, (d_out, q, k, v, *_rest), _form)
+    return _gradients_like(accumulation_dtype(q.dtype), q, k, v, *(given["params"] or ())[: given["trained"]])
 
 
 # ---- operators with a predicate, before the split ----
 
 
-@torch.library.custom_op("evocompile::attention", mutates_args=())
-def attention(q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], mask: str, scale: float) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op(
+    "evocompile::attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor[] tables, str mask, float scale, {_FORM}) -> (Tensor, Tensor)",
+)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: list[Tensor],
+    mask: str,
+    scale: float,
+    params: list[Tensor] | None = None,
+    seed: Tensor | None = None,
+    score: str = "s",
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
     """(out in q's dtype, lse) of whole sequences under the predicate `mask` (`kernels.mask`) with its tables."""
-    out, lse = _step(q, k, v, None, _everywhere(q, k, tables, mask), scale)
+    form = Form(params or (), seed, score, dropout)
+    out, lse = _step(q, k, v, None, _everywhere(q, k, tables, mask, form), scale)
     return out.to(q.dtype), lse
 
 
 @attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_rest: Any, **_form: Any) -> tuple[Tensor, Tensor]:
     return _state_like(q, v, q.dtype)
 
 
-@torch.library.custom_op("evocompile::attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "evocompile::attention_backward",
+    mutates_args=(),
+    schema="(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] tables, str mask,"
+    f" float scale, {_FORM}, {_TRAINED}) -> Tensor[]",
+)
 def attention_backward(
     d_out: Tensor,
     q: Tensor,
@@ -276,43 +361,95 @@ def attention_backward(
     tables: list[Tensor],
     mask: str,
     scale: float,
-) -> Gradients:
-    """(dq, dk, dv) of `attention`, in q's dtype."""
-    gradients = _backward_step(d_out, q, k, v, out, lse, _everywhere(q, k, tables, mask), scale)
-    return _contiguous_gradients(gradients, q.dtype)
+    params: list[Tensor] | None = None,
+    seed: Tensor | None = None,
+    score: str = "s",
+    dropout: float = 0.0,
+    trained: int = 0,
+) -> list[Tensor]:
+    """[dq, dk, dv, *d_params] of `attention`, in the dtypes of q and of the params."""
+    form = Form(params or (), seed, score, dropout, trained=trained)
+    gradients = _backward_step(d_out, q, k, v, out, lse, _everywhere(q, k, tables, mask, form), scale)
+    return _as_operands(gradients, q, form)
 
 
 @attention_backward.register_fake
-def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> Gradients:
-    return _gradients_like(q, k, v, q.dtype)
+def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any, **_form: Any) -> list[Tensor]:
+    given = _given(attention_backward, (d_out, q, k, v, *_rest), _form)
+    return _operands_like(q, k, v, (given["params"] or ())[: given["trained"]])
 
 
-def _everywhere(q: Tensor, k: Tensor, tables: list[Tensor], mask: str) -> Where:
-    return Where(tables, mask, (0, q.shape[2]), (0, k.shape[2]))
+def _everywhere(q: Tensor, k: Tensor, tables: list[Tensor], mask: str, form: Form) -> Where:
+    return Where(tables, mask, (0, q.shape[2]), (0, k.shape[2]), form)
+
+
+def _as_operands(gradients: Sequence[Tensor], q: Tensor, form: Form) -> list[Tensor]:
+    """Gradients contiguous and in the dtypes of what they are gradients of."""
+    dtypes = [q.dtype] * 3 + [each.dtype for each in _trained(form)]
+    return [_contiguous(each, dtype) for each, dtype in zip(gradients, dtypes, strict=True)]
+
+
+def _operands_like(q: Tensor, k: Tensor, v: Tensor, trained: Sequence[Tensor]) -> list[Tensor]:
+    """Uninitialised gradients as of `_as_operands`."""
+    return _gradients_like(q.dtype, q, k, v) + [each.new_empty(each.shape) for each in trained]
+
+
+def _given(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, with the defaults of those that are left out."""
+    schema = operator._opoverload._schema.arguments
+    defaults = {each.name: each.default_value for each in schema if each.has_default_value()}
+    return {**defaults, **dict(zip((each.name for each in schema), args, strict=False)), **kwargs}
 
 
 # ---- operators as captured ----
 
 
-@torch.library.custom_op("evocompile::dense_attention", mutates_args=())
+@torch.library.custom_op(
+    "evocompile::dense_attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float scale, {_FORM}, {_GRIDS}) ->"
+    " (Tensor, Tensor)",
+)
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    params: list[Tensor] | None = None,
+    seed: Tensor | None = None,
+    score: str = "s",
+    dropout: float = 0.0,
+    grids: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out in q's dtype, lse). Differentiable in q, k and v.
+    """(out in q's dtype, lse). Differentiable in q, k, v and params.
 
-    mask: bool (True attends) or float (added to the scores), broadcastable to (B, H, S, T); is_causal: column <= row,
-    aligned to the top left, on top of the mask.
+    mask: bool (True attends) or float (added to what the score function gives), broadcastable to (B, H, S, T);
+    is_causal: column <= row, aligned to the top left, on top of the mask. grids: tensors broadcastable to (B, H, S, T)
+    that the score function reads, float ones as x0, x1, …, those of other dtypes as i0, i1, … by their number.
     """
-    out, lse = _forward(q, k, v, mask, is_causal, scale)
+    changes = _dense_changes(q, k, Form(params or (), seed, score, dropout), grids)
+    out, lse = _forward(q, k, v, mask, is_causal, scale, changes)
     return _contiguous(out, q.dtype), lse.contiguous()
 
 
+def _dense_changes(q: Tensor, k: Tensor, form: Form, grids: list[Tensor] | None) -> Changes | None:
+    rows, columns = (torch.arange(each.shape[2], device=q.device) for each in (q, k))
+    return form.at(rows, columns, (), grids or ())
+
+
 @dense_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *_rest: Any, **_form: Any) -> tuple[Tensor, Tensor]:
     return _state_like(q, v, q.dtype)
 
 
-@torch.library.custom_op("evocompile::dense_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "evocompile::dense_attention_backward",
+    mutates_args=(),
+    schema="(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask, bool is_causal,"
+    f" float scale, {_FORM}, {_GRIDS}, {_TRAINED}) -> Tensor[]",
+)
 def dense_attention_backward(
     d_out: Tensor,
     q: Tensor,
@@ -323,28 +460,37 @@ def dense_attention_backward(
     mask: Tensor | None,
     is_causal: bool,
     scale: float,
-) -> Gradients:
-    """(dq, dk, dv) of `dense_attention`, in q's dtype."""
-    return _contiguous_gradients(_backward(d_out, q, k, v, out, lse, mask, is_causal, scale), q.dtype)
+    params: list[Tensor] | None = None,
+    seed: Tensor | None = None,
+    score: str = "s",
+    dropout: float = 0.0,
+    grids: list[Tensor] | None = None,
+    trained: int = 0,
+) -> list[Tensor]:
+    """[dq, dk, dv, *d_params] of `dense_attention`, in the dtypes of q and of the params."""
+    form = Form(params or (), seed, score, dropout, trained=trained)
+    changes = _dense_changes(q, k, form, grids)
+    return _as_operands(_backward(d_out, q, k, v, out, lse, mask, is_causal, scale, changes), q, form)
 
 
 @dense_attention_backward.register_fake
-def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any) -> Gradients:
-    return _gradients_like(q, k, v, q.dtype)
+def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any, **_form: Any) -> list[Tensor]:
+    given = _given(dense_attention_backward, (d_out, q, k, v, *_rest), _form)
+    return _operands_like(q, k, v, (given["params"] or ())[: given["trained"]])
 
 
 def _register_autocast(dispatch_key: str, device_type: str) -> None:
     """Under autocast q, k and v take its dtype, as torch does for scaled_dot_product_attention."""
 
     def cast_and_attend(
-        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float, *form: Any, **named: Any
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.get_autocast_dtype(device_type)
         if q.dtype != torch.float64:
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
             mask = mask if mask is None or mask.dtype == torch.bool else mask.to(dtype)
         with torch.autocast(device_type, enabled=False):
-            return torch.ops.evocompile.dense_attention(q, k, v, mask, is_causal, scale)
+            return torch.ops.evocompile.dense_attention(q, k, v, mask, is_causal, scale, *form, **named)
 
     _autocast.impl("dense_attention", cast_and_attend, dispatch_key)
 
@@ -355,16 +501,28 @@ _register_autocast("AutocastCUDA", "cuda")
 
 
 def _save_dense(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, mask, ctx.is_causal, ctx.scale = inputs
+    q, k, v, mask, ctx.is_causal, ctx.scale, params, seed, ctx.score, ctx.dropout, grids = inputs
     out, lse = output
-    ctx.save_for_backward(q, k, v, out, lse, mask)
+    ctx.counts = [None if each is None else len(each) for each in (params, grids)]
+    params, grids = params or [], grids or []
+    ctx.trained = sum(each.requires_grad for each in params)
+    assert all(each.requires_grad for each in params[: ctx.trained]), "trained params come first"
+    ctx.save_for_backward(q, k, v, out, lse, mask, seed, *params, *grids)
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)  # a zero tangent of lse would be one more node in the joint graph
 
 
-def _differentiate_dense(ctx: Any, d_out: Tensor, _d_lse: None) -> tuple[Tensor | None, ...]:
-    dq, dk, dv = dense_attention_backward(d_out, *ctx.saved_tensors, ctx.is_causal, ctx.scale)
-    return dq, dk, dv, None, None, None
+def _differentiate_dense(ctx: Any, d_out: Tensor, _d_lse: None) -> tuple[Any, ...]:
+    q, k, v, out, lse, mask, seed, *rest = ctx.saved_tensors
+    of_params, of_grids = ([] if count is None else [None] * count for count in ctx.counts)
+    params, grids = rest[: len(of_params)], rest[len(of_params) :]
+    changed = ctx.score != "s" or ctx.dropout != 0.0
+    form = (params, seed, ctx.score, ctx.dropout, grids, ctx.trained) if changed else ()
+    dq, dk, dv, *d_params = dense_attention_backward(d_out, q, k, v, out, lse, mask, ctx.is_causal, ctx.scale, *form)
+    of_params[: len(d_params)] = d_params
+    lists = [None if count is None else each for count, each in zip(ctx.counts, (of_params, of_grids), strict=True)]
+    # The dispatcher leaves out trailing arguments that are defaults; autograd wants one result for each that came.
+    return (dq, dk, dv, None, None, None, lists[0], None, None, None, lists[1])[: len(ctx.needs_input_grad)]
 
 
 dense_attention.register_autograd(_differentiate_dense, setup_context=_save_dense)

@@ -7,7 +7,8 @@ A mask is a Boolean expression that says whether query position q attends to key
     + - *     and // and % by a positive integer constant      <= < > >= == !=    & | ~ (also And, Or, Not)
 
 `Mask` keeps one normal form, so that equal texts mean equal masks in the common cases: upper bounds read `k <= …`,
-lower bounds `k > …`, negations are pushed into the relations. Its text is what the attention operators carry.
+lower bounds `k > …`, negations are pushed into the relations. Its text is what the attention operators carry. Score
+functions (`kernels.score`) share the grammar; before `canonicalize` they read i0, i1, …: integers over (b, h, q, k).
 
 Classification is three-valued interval arithmetic over convex regions of the (q, k) plane whose vertices are
 integer points, so a linear expression's bounds are exact; tables are unknown.
@@ -18,7 +19,7 @@ from __future__ import annotations
 import ast
 import math
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property, lru_cache
@@ -57,7 +58,7 @@ class Mask:
     @staticmethod
     def of(expression: Boolean) -> Mask:
         """The mask of a sympy expression over `Q`, `K`, `B`, `H` and `table` leaves."""
-        return Mask(_text(normalize(expression)))
+        return Mask(text_of(normalize(expression)))
 
     @staticmethod
     def full() -> Mask:
@@ -102,19 +103,17 @@ class Mask:
         batch: int,
         heads: int,
         device: torch.device | str,
+        row: int = 0,
+        head: int = 0,
     ) -> torch.Tensor:
         """The mask at the given global positions, a 4-D bool tensor broadcastable to (batch, heads, sq, sk).
 
         q_positions (sq,), k_positions (sk,): integers. tables: `tables[i]` is an integer or bool tensor
-        (batch or 1, N), indexed by position. `True` attends.
+        (batch or 1, N), indexed by position. row, head: what b and h are at the first
+        row and head; tables begin with that row. `True` attends.
         """
-        environment = {
-            Q: q_positions.to(device, torch.int64).view(1, 1, -1, 1),
-            K: k_positions.to(device, torch.int64).view(1, 1, 1, -1),
-            B: torch.arange(batch, device=device).view(-1, 1, 1, 1),
-            H: torch.arange(heads, device=device).view(1, -1, 1, 1),
-        }
-        value = _evaluate(self.expression, environment, [table.to(device) for table in tables])
+        environment = positions_environment(q_positions, k_positions, batch, heads, device, row, head)
+        value = evaluate(self.expression, environment, [table.to(device) for table in tables])
         if isinstance(value, bool):
             return torch.full((1, 1, 1, 1), value, device=device)
         return value
@@ -133,8 +132,8 @@ def parse_mask(text: str) -> Mask:
     return Mask.of(_parse(text))
 
 
-def table(index: int, position: sympy.Symbol) -> sympy.Expr:
-    """The leaf `tables[index][b, position]`, with `Q` or `K` as position."""
+def table(index: int, position: sympy.Expr) -> sympy.Expr:
+    """The leaf `tables[index][b, position]`, with an integer expression of `Q` and `K` as position."""
     return sympy.Function(f"t{index}", integer=True)(B, position)
 
 
@@ -180,7 +179,7 @@ def _relation(relation: Relational) -> Boolean:
         return sympy.sympify(isinstance(relation, sympy.Ne))
     bound = sympy.floor(-constant / divisor)  # sum of the terms <= bound
     terms = {term: coefficient / divisor for term, coefficient in terms.items()}
-    lead = min(terms, key=lambda term: (abs(terms[term]) != 1, term != K, term != Q, _text(term)))
+    lead = min(terms, key=lambda term: (abs(terms[term]) != 1, term != K, term != Q, text_of(term)))
     sign = sympy.sign(terms[lead])
     left = sympy.Add(*(term * each for term, each in terms.items())) * sign
     moved = left - lead if abs(terms[lead]) == 1 else sympy.S.Zero
@@ -251,26 +250,28 @@ def _parse(text: str) -> Boolean:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError as error:
         raise MaskError(f"not a mask: {text!r}: {error.msg}") from error
-    expression = _read(tree, text)
+    expression = read(tree, text)
     if not isinstance(expression, Boolean) or isinstance(expression, sympy.Symbol):
         raise MaskError(f"not a mask: {text!r} is a number, not a condition; compare it with something")
     return expression
 
 
-def _read(node: ast.AST, text: str) -> Any:
+def read(node: ast.AST, text: str) -> Any:
     """sympy expression of a syntax tree. Only the module's grammar; nothing is evaluated as Python."""
     match node:
         case ast.Constant(value=bool() | int() as value):
             return sympy.sympify(value)
         case ast.Name(id=name) if name in SYMBOLS:
             return SYMBOLS[name]
+        case ast.Name(id=name) if name[0] == "i" and name[1:].isdecimal():
+            return sympy.Symbol(name, integer=True)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_number(operand, text)
         case ast.UnaryOp(op=ast.Invert(), operand=operand):
-            return sympy.Not(_read(operand, text))
+            return sympy.Not(read(operand, text))
         case ast.BinOp(left=left, op=ast.BitAnd() | ast.BitOr() as op, right=right):
             kind = sympy.And if isinstance(op, ast.BitAnd) else sympy.Or
-            return kind(_read(left, text), _read(right, text))
+            return kind(read(left, text), read(right, text))
         case ast.BinOp(left=left, op=ast.FloorDiv() | ast.Mod() as op, right=ast.Constant(value=int(divisor))) if (
             divisor > 0
         ):
@@ -281,42 +282,44 @@ def _read(node: ast.AST, text: str) -> Any:
         case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
             return _COMPARE[type(op)](_number(left, text), _number(right, text))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _LOGIC:
-            return _LOGIC[name](*(_read(each, text) for each in args))
-        case ast.Call(
-            func=ast.Name(id=name), args=[ast.Name(id="b"), ast.Name(id="q" | "k" as position)], keywords=[]
-        ) if name[0] == "t" and name[1:].isdecimal():
-            return table(int(name[1:]), SYMBOLS[position])
+            return _LOGIC[name](*(read(each, text) for each in args))
+        case ast.Call(func=ast.Name(id=name), args=[ast.Name(id="b"), position], keywords=[]) if (
+            name[0] == "t" and name[1:].isdecimal()
+        ):
+            return table(int(name[1:]), _number(position, text))
     raise MaskError(f"not a mask: {text!r}: {ast.unparse(node)!r} is outside the grammar of evocompile.kernels.mask")
 
 
 def _number(node: ast.AST, text: str) -> sympy.Expr:
-    value = _read(node, text)
+    value = read(node, text)
     if isinstance(value, Boolean) and not isinstance(value, sympy.Symbol):
         raise MaskError(f"not a mask: {text!r}: {ast.unparse(node)!r} is a condition where a number is needed")
     return value
 
 
-def _text(expression: sympy.Basic, tight: bool = False) -> str:
+def text_of(expression: sympy.Basic, tight: bool = False) -> str:
     """Text of an expression in normal form; `tight` puts sums and relations in brackets."""
     match expression:
-        case BooleanTrue() | BooleanFalse() | sympy.Integer() | sympy.Symbol() | AppliedUndef():
+        case BooleanTrue() | BooleanFalse() | sympy.Integer() | sympy.Symbol():
             return str(expression)
+        case AppliedUndef():
+            return f"{expression.func.__name__}({', '.join(text_of(each) for each in expression.args)})"
         case sympy.And() | sympy.Or():
             sign = " & " if isinstance(expression, sympy.And) else " | "
-            text = sign.join(sorted((_text(each, tight=True) for each in expression.args), key=_reading_order))
+            text = sign.join(sorted((text_of(each, tight=True) for each in expression.args), key=_reading_order))
         case Relational():
-            text = f"{_text(expression.lhs)} {expression.rel_op} {_text(expression.rhs)}"
+            text = f"{text_of(expression.lhs)} {expression.rel_op} {text_of(expression.rhs)}"
         case sympy.Add():
             text = _sum_text(expression)
         case sympy.Mul():
-            return "*".join(_text(each, tight=True) for each in expression.args)
+            return "*".join(text_of(each, tight=True) for each in expression.args)
         case sympy.Pow(args=(base, exponent)):
-            return "*".join([_text(base, tight=True)] * int(exponent))
+            return "*".join([text_of(base, tight=True)] * int(exponent))
         case sympy.floor(args=(ratio,)):
             numerator, divisor = sympy.together(ratio).as_numer_denom()
-            return f"({_text(numerator, tight=True)} // {divisor})"
+            return f"({text_of(numerator, tight=True)} // {divisor})"
         case sympy.Mod(args=(number, divisor)):
-            return f"({_text(number, tight=True)} % {divisor})"
+            return f"({text_of(number, tight=True)} % {divisor})"
         case _:
             raise AssertionError(f"not in the grammar of masks: {expression!r}")
     return f"({text})" if tight else text
@@ -329,12 +332,12 @@ def _reading_order(text: str) -> tuple[bool, str]:
 def _sum_text(expression: sympy.Add) -> str:
     """Positive terms first, the constant last."""
     terms = expression.as_coefficients_dict().items()
-    ordered = sorted(terms, key=lambda item: (item[0] == 1, bool(item[1] < 0), _text(item[0])))
+    ordered = sorted(terms, key=lambda item: (item[0] == 1, bool(item[1] < 0), text_of(item[0])))
     text = ""
     for index, (term, coefficient) in enumerate(ordered):
         sign = "-" if coefficient < 0 else "+"
         text += f" {sign} " if index else "-" if sign == "-" else ""
-        text += _text(abs(coefficient) * term, tight=True)
+        text += text_of(abs(coefficient) * term, tight=True)
     return text
 
 
@@ -438,10 +441,34 @@ _TORCH: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _evaluate(
-    expression: sympy.Basic, environment: dict[sympy.Symbol, torch.Tensor], tables: Sequence[torch.Tensor]
+def positions_environment(
+    q_positions: torch.Tensor,
+    k_positions: torch.Tensor,
+    batch: int,
+    heads: int,
+    device: torch.device | str,
+    row: int = 0,
+    head: int = 0,
+) -> dict[sympy.Symbol, torch.Tensor]:
+    """The symbols as tensors that broadcast to (batch, heads, sq, sk); row, head: numbers of the first of them."""
+    return {
+        Q: q_positions.to(device, torch.int64).view(1, 1, -1, 1),
+        K: k_positions.to(device, torch.int64).view(1, 1, 1, -1),
+        B: torch.arange(row, row + batch, device=device).view(-1, 1, 1, 1),
+        H: torch.arange(head, head + heads, device=device).view(1, -1, 1, 1),
+    }
+
+
+def evaluate(
+    expression: sympy.Basic,
+    environment: Mapping[sympy.Symbol, torch.Tensor],
+    tables: Sequence[torch.Tensor],
+    others: Callable[[sympy.Basic, Callable[[sympy.Basic], Any]], Any] | None = None,
 ) -> Any:
-    """A 4-D tensor, or a Python number where nothing depends on positions."""
+    """A 4-D tensor, or a Python number where nothing depends on positions.
+
+    others(each, value): the value of what is not in the grammar of masks, with `value` for its arguments.
+    """
 
     def value(each: sympy.Basic) -> Any:
         match each:
@@ -451,13 +478,8 @@ def _evaluate(
                 return int(each)
             case sympy.Symbol():
                 return environment[each]
-            case AppliedUndef(args=(_, position)):
-                rows = tables[table_index(each)]
-                return (
-                    rows[:, environment[position].flatten()]
-                    .long()
-                    .view(rows.shape[0], 1, *environment[position].shape[2:])
-                )
+            case AppliedUndef(args=(_, position)) if each.func.__name__[0] in "tf":
+                return _table_at(each, value(position), tables)
             case sympy.And() | sympy.Or():
                 join = operator.and_ if isinstance(each, sympy.And) else operator.or_
                 return _fold(join, each.args)
@@ -472,9 +494,10 @@ def _evaluate(
                 return _fold(operator.add, each.args)
             case sympy.Mul():
                 return _fold(operator.mul, each.args)
-            case sympy.Pow(args=(base, exponent)):
+            case sympy.Pow(args=(base, exponent)) if exponent.is_Integer and exponent > 0:
                 return value(base) ** int(exponent)
-        raise AssertionError(f"not in the grammar of masks: {each!r}")
+        assert others is not None, f"not in the grammar of masks: {each!r}"
+        return others(each, value)
 
     def _fold(join: Callable[[Any, Any], Any], args: tuple[sympy.Basic, ...]) -> Any:
         result = value(args[0])
@@ -483,3 +506,15 @@ def _evaluate(
         return result
 
     return value(expression)
+
+
+def _table_at(leaf: AppliedUndef, position: Any, tables: Sequence[torch.Tensor]) -> torch.Tensor:
+    """tables[index][b, position], broadcastable to (B, H, sq, sk). Tables of t leaves are read as integers."""
+    rows = tables[table_index(leaf)]
+    position = torch.as_tensor(position, device=rows.device)
+    position = position if position.dim() == 4 else position.view(1, 1, 1, 1)
+    if position.shape[0] > 1:
+        found = rows.expand(position.shape[0], -1).gather(1, position.flatten(1)).view(position.shape)
+    else:
+        found = rows[:, position.flatten()].view(rows.shape[0], 1, *position.shape[2:])
+    return found.long() if leaf.func.__name__[0] == "t" else found

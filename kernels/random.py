@@ -47,3 +47,50 @@ def _(
     seed: Tensor, stream: int, part: int, distribution: str, size: list[int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     return torch.empty(size, dtype=dtype, device=device)
+
+
+@torch.library.custom_op("evocompile::attention_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def attention_seed(stream: int) -> Tensor:
+    """A seed for the dropout of one attention, from the process' generator; int64 scalar on the CPU.
+
+    Stands in a captured graph until `seed_random` puts `stream_seed` in its place. stream: number of the attention.
+    """
+    return torch.randint(1 << 62, (), dtype=torch.int64)
+
+
+@attention_seed.register_fake
+def _(stream: int) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("evocompile::stream_seed", mutates_args=())
+def seed_of_stream(seed: Tensor, stream: int) -> Tensor:
+    """The seed of a stream of the step's seed; int64 scalars on the CPU."""
+    return torch.tensor(stream_seed(int(seed), stream), dtype=torch.int64)
+
+
+@seed_of_stream.register_fake
+def _(seed: Tensor, stream: int) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def kept(seed: int, rows: Tensor, heads: Tensor, queries: Tensor, keys: Tensor, dropout: float) -> Tensor:
+    """Which weights of an attention dropout keeps: a hash of the seed and the global numbers, so all blocks agree.
+
+    rows (B, 1, 1, 1), heads (1, H, 1, 1), queries (S,), keys (T,): integers below 2^32. Result: bool (B, H, S, T).
+    Every number is mixed into 32 bits by `_mix`; a weight is kept if the last result is at least dropout · 2^32.
+    """
+    state = _mix(torch.full_like(rows, seed & _WORD) ^ (seed >> 32))
+    for number in (rows, heads, queries.view(1, 1, -1, 1), keys.view(1, 1, 1, -1)):
+        state = _mix(state ^ (number * 0x9E3779B9 & _WORD))
+    return state >= round(dropout * (1 << 32))
+
+
+_WORD = (1 << 32) - 1
+
+
+def _mix(word: Tensor) -> Tensor:
+    """A permutation of the 32-bit numbers in which every bit of the result depends on all (Wellons' lowbias32)."""
+    word = (word ^ (word >> 16)) * 0x7FEB352D & _WORD
+    word = (word ^ (word >> 15)) * 0x846CA68B & _WORD
+    return word ^ (word >> 16)

@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from .form import Changes
+
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of states, log-sum-exps and accumulated gradients."""
@@ -29,17 +31,25 @@ def with_causal(mask: Tensor | None, is_causal: bool, rows: int, columns: int, d
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    changes: Changes | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one tile: (out, lse), both in the accumulation dtype.
 
     mask: bool (True attends) or float (added to the scores), broadcastable to (B, H, S, T). No dimension is 0.
     """
-    scores = _scores(q, k, mask, is_causal, scale)
+    scores = _scaled(q, k, scale)
+    scores = _masked(changes.scores(scores) if changes else scores, mask, is_causal)
     largest = scores.amax(-1, keepdim=True)
     # The exponent is never positive; a dead row gives exp(-inf) = 0 everywhere.
     weights = (scores - largest.masked_fill(largest == -math.inf, 0.0)).exp_()
     total = weights.sum(-1, keepdim=True)
+    weights = changes.weights(weights) if changes else weights
     out = _per_query_head(_grouped(weights, k) @ v.to(scores.dtype), q)
     return out / total.masked_fill(total == 0.0, 1.0), (largest + total.log()).squeeze(-1)
 
@@ -54,22 +64,28 @@ def backward(
     mask: Tensor | None,
     is_causal: bool,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv) in the accumulation dtype that one tile contributes.
+    changes: Changes | None = None,
+) -> list[Tensor]:
+    """Gradients [dq, dk, dv, *of the trained params] in the accumulation dtype that one tile contributes.
 
     out, lse: of the whole rows, over all keys. The tile's probabilities are exp(scores - lse), hence the gradients
     of all tiles of a row add up to those of the row.
     """
-    scores = _scores(q, k, mask, is_causal, scale)
+    scaled = _scaled(q, k, scale)
+    scores = _masked(changes.scores(scaled) if changes else scaled, mask, is_causal)
     d_out, out = d_out.to(scores.dtype), out.to(scores.dtype)
     # A dead row has lse -inf; +inf makes its probabilities 0, where -inf would give exp(-inf + inf) = NaN.
     weights = (scores - lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(-1)).exp_()
     d_weights = _per_query_head(_grouped(d_out, k) @ v.to(scores.dtype).mT, q)
-    d_scores = weights * (d_weights - (d_out * out).sum(-1, keepdim=True)) * scale
-    dq = _per_query_head(_grouped(d_scores, k) @ k.to(scores.dtype), q)
-    dk = _grouped(d_scores, k).mT @ _grouped(q.to(scores.dtype), k)
+    d_weights = changes.weights(d_weights) if changes else d_weights
+    d_scores = weights * (d_weights - (d_out * out).sum(-1, keepdim=True))
+    d_params = changes.d_params(d_scores, scaled) if changes else []
+    d_scaled = (changes.d_scaled(d_scores, scaled) if changes else d_scores) * scale
+    dq = _per_query_head(_grouped(d_scaled, k) @ k.to(scores.dtype), q)
+    dk = _grouped(d_scaled, k).mT @ _grouped(q.to(scores.dtype), k)
+    weights = changes.weights(weights) if changes else weights
     dv = _grouped(weights, k).mT @ _grouped(d_out, k)
-    return dq, dk, dv
+    return [dq, dk, dv, *d_params]
 
 
 def merge_weight(lse: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,11 +107,14 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tup
     return torch.lerp(out, other_out.to(out.dtype), weight.unsqueeze(-1)), merged_lse
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: float) -> Tensor:
-    """Scaled and masked scores (B, H, S, T)."""
+def _scaled(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Scaled scores (B, H, S, T)."""
     dtype = accumulation_dtype(q.dtype)
-    scores = _per_query_head(_grouped(q.to(dtype), k) @ k.to(dtype).mT, q) * scale
-    mask = with_causal(mask, is_causal, q.shape[2], k.shape[2], q.device)
+    return _per_query_head(_grouped(q.to(dtype), k) @ k.to(dtype).mT, q) * scale
+
+
+def _masked(scores: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+    mask = with_causal(mask, is_causal, *scores.shape[2:], scores.device)
     if mask is None:
         return scores
     return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask

@@ -48,10 +48,11 @@ def _domain(node: fx.Node) -> Domain:
 
 def _replace(node: fx.Node, recovery: MaskRecovery) -> None:
     """Puts the canonical operator into the place of a dense one."""
-    *tensors, mask, is_causal, scale = node.args
+    leading = 3 if node.target == torch.ops.evocompile.dense_attention.default else 6
+    mask, is_causal, scale, *form = node.args[leading:]
     predicate, tables = recovery.recover(mask, is_causal)  # type: ignore[arg-type]
     target = _FORMS[node.target]  # type: ignore[index]
-    arguments = (*tensors, tables, str(predicate), scale)
+    arguments = (*node.args[:leading], tables, str(predicate), scale, *form)
     with node.graph.inserting_before(node):
         canonical = node.graph.call_function(target, arguments)
     with torch.no_grad():

@@ -58,6 +58,8 @@ def _seeded(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int) -> fx.No
         new.meta = {**node.meta, **meta}
         return new
 
+    if node.target == torch.ops.evocompile.attention_seed.default:
+        return call(torch.ops.evocompile.stream_seed.default, (seed, stream), {})
     if node.target in _DISTRIBUTIONS:
         args = (seed, stream, 0, _DISTRIBUTIONS[node.target], list(value.shape), value.dtype, value.device)
         return call(RANDOM, args, {})

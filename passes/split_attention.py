@@ -23,7 +23,7 @@ from evocompile.program import Note, Program, source_line
 from . import schedules
 from .build import Builder
 from .exchanges import Coming, Exchanges
-from .rules.attention import ATTENTION, ATTENTION_BACKWARD
+from .rules.attention import ATTENTION, ATTENTION_BACKWARD, call_of
 from .schedules import Job, Schedule
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -59,10 +59,11 @@ def _replace_results(builder: Builder, node: fx.Node, results: Sequence[fx.Node]
 
 
 def _forward(builder: Builder, node: fx.Node) -> list[fx.Node]:
-    q, k, v, tables, mask, scale = node.args
+    q, k, v, tables, mask, scale, form = call_of(node)
     schedule = _schedule(builder, node, q, k, mask)
     group = _group(builder, k, schedule)
     exchanges = Exchanges(builder, schedule, group, is_backward=False, queries=[[q]], keys=[[k, v]])
+    changes = form.arguments(*_place(builder, q))
     state: list[fx.Node] = []
     data: list[list[fx.Node]] = []
     coming, returning = exchanges.fetch(1), None
@@ -72,7 +73,7 @@ def _forward(builder: Builder, node: fx.Node) -> list[fx.Node]:
             helps, fetches = job[0] != schedule.own, job[1] != schedule.own
             rows, columns = (data[0] if helps else [q]), (data[0] if fetches else [k, v])
             carried = state if state and not helps else [None, None]
-            arguments = (*rows, *columns, tables, *carried, mask, *_positions(schedule, job), scale)
+            arguments = (*rows, *columns, tables, *carried, mask, *_positions(schedule, job), scale, *changes)
             result = _results(builder, STEP, arguments, 2)
             made, state = (result, state) if helps else ([], result)
         state = _merged(builder, state, exchanges.arrive(returning))
@@ -83,7 +84,7 @@ def _forward(builder: Builder, node: fx.Node) -> list[fx.Node]:
 
 
 def _backward(builder: Builder, node: fx.Node) -> list[fx.Node]:
-    d_out, q, k, v, out, lse, tables, mask, scale = node.args
+    d_out, q, k, v, out, lse, tables, mask, scale, form = call_of(node)
     schedule = _schedule(builder, node, q, k, mask)
     group = _group(builder, k, schedule, ".backward")
     rows_here, columns_here = [d_out, q, out, lse], [k, v]
@@ -92,6 +93,8 @@ def _backward(builder: Builder, node: fx.Node) -> list[fx.Node]:
     )
     dq: list[fx.Node] = []
     dkv: list[fx.Node] = []
+    d_params: list[fx.Node] = []
+    changes = form.arguments(*_place(builder, q))
     data: list[list[fx.Node]] = []
     coming, returning = exchanges.fetch(1), None
     for step in schedule.steps:
@@ -100,8 +103,9 @@ def _backward(builder: Builder, node: fx.Node) -> list[fx.Node]:
             helps, fetches = job[0] != schedule.own, job[1] != schedule.own
             rows = [*data[0], *data[1]] if helps else rows_here
             columns = data[0] if fetches else columns_here
-            arguments = (*rows[:2], *columns, *rows[2:], tables, mask, *_positions(schedule, job), scale)
-            of_rows, *of_columns = _results(builder, BACKWARD_STEP, arguments, 3)
+            arguments = (*rows[:2], *columns, *rows[2:], tables, mask, *_positions(schedule, job), scale, *changes)
+            of_rows, *others = _results(builder, BACKWARD_STEP, arguments, 3 + form.trained)
+            of_columns, d_params = others[:2], _sums(builder, d_params, others[2:])
             made = [of_rows] if helps else of_columns if fetches else []
             dq = dq if helps else _sums(builder, dq, [of_rows])
             dkv = dkv if fetches else _sums(builder, dkv, of_columns)
@@ -111,7 +115,7 @@ def _backward(builder: Builder, node: fx.Node) -> list[fx.Node]:
     dq, dkv = _with_returned(builder, dq, dkv, returning, exchanges)
     return [
         _cast(builder, gradient, operand.meta["val"].dtype)
-        for gradient, operand in zip([*dq, *dkv], (q, k, v), strict=True)
+        for gradient, operand in zip([*dq, *dkv, *d_params], (q, k, v, *form.params[: form.trained]), strict=True)
     ]
 
 
@@ -177,6 +181,16 @@ def _group(builder: Builder, k: fx.Node, schedule: Schedule, suffix: str = "") -
     group = builder.group(mesh_axis + suffix, frozenset({mesh_axis}))
     assert group_ranks(group) == schedule.ranks
     return group
+
+
+def _place(builder: Builder, q: fx.Node) -> tuple[int, int]:
+    """Global numbers of this rank's first batch row and first query head: what b and h count from."""
+    layout, firsts = builder.layouts[q], []
+    for dim in layout.dims[:2]:
+        (factor,) = dim
+        intervals = builder.sharding.intervals(factor.axis) if factor.split and factor.axis else ((0, factor.size),)
+        firsts.append(intervals[0][0] if intervals else 0)
+    return firsts[0], firsts[1]
 
 
 def _positions(schedule: Schedule, job: Job) -> tuple[list[int], list[int]]:

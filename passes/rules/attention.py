@@ -7,8 +7,9 @@ T keys, D and E head dims of q/k and v.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -21,9 +22,59 @@ from .solve import Solution
 ATTENTION = torch.ops.evocompile.attention.default
 ATTENTION_BACKWARD = torch.ops.evocompile.attention_backward.default
 
-# dims of the leading operands, before the tables
+# dims of the leading operands, before the tables, and of the results, before the gradients of params
 _OPERANDS = {ATTENTION: ("BHSD", "BKTD", "BKTE"), ATTENTION_BACKWARD: ("BHSE", "BHSD", "BKTD", "BKTE", "BHSE", "BHS")}
 _RESULTS = {ATTENTION: ("BHSE", "BHS"), ATTENTION_BACKWARD: ("BHSD", "BKTD", "BKTE")}
+
+
+class Form(NamedTuple):
+    """The last arguments of an attention node (see `kernels.attention`), with their defaults where it has none."""
+
+    params: Sequence[fx.Node] = ()
+    seed: fx.Node | None = None
+    score: str = "s"
+    dropout: float = 0.0
+    trained: int = 0
+
+    def arguments(self, *place: int) -> tuple[Any, ...]:
+        """What to append to a call's arguments: nothing, where nothing is changed. place: batch and head, of a step."""
+        if self.score == "s" and not self.dropout:
+            return ()
+        return (list(self.params), self.seed, self.score, self.dropout, *place, *((self.trained,) * bool(self.trained)))
+
+
+class Forward(NamedTuple):
+    """The arguments of an `evocompile::attention` node."""
+
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    tables: Sequence[fx.Node]
+    mask: str
+    scale: float
+    form: Form
+
+
+class Backward(NamedTuple):
+    """The arguments of an `evocompile::attention_backward` node."""
+
+    d_out: fx.Node
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    out: fx.Node
+    lse: fx.Node
+    tables: Sequence[fx.Node]
+    mask: str
+    scale: float
+    form: Form
+
+
+def call_of(node: fx.Node) -> Forward | Backward:
+    """The arguments of an attention node by name."""
+    kind = Forward if node.target == ATTENTION else Backward
+    count = len(kind._fields) - 1
+    return kind(*node.args[:count], Form(*node.args[count:]))  # type: ignore[arg-type]
 
 
 def attention_solution(node: fx.Node, layouts: list[Layout], splits: Mapping[str, Split]) -> Solution:
@@ -46,15 +97,38 @@ def attention_solution(node: fx.Node, layouts: list[Layout], splits: Mapping[str
 
     keys_partial: frozenset[str] = frozenset()
     if not any(factor.split for factor in dims["T"]):
-        keys_partial = frozenset(splits[f.axis.name].mesh_axis for f in dims["S"] if f.split and f.axis)
-    tables = tuple(
-        Layout((dims["B"] if shape_of(table)[0] > 1 else (Factor(1),), (Factor(shape_of(table)[1]),)))
-        for table in operands[len(leading) :]
-    )
+        keys_partial = _mesh_axes(dims["S"], splits)
+    call = call_of(node)
+    tables = [Layout((_rows(table, 0, dims["B"]), (Factor(shape_of(table)[1]),))) for table in call.tables]
+    params = [_param_layout(each, dims) for each in call.form.params]
+    seed = [] if call.form.seed is None else [Layout(())]
+    everywhere = _mesh_axes(dims["B"], splits) | _mesh_axes(dims["S"], splits)
+    d_params = [replace(each, partial=everywhere - _mesh_axes(*each.dims[1:2], splits)) for each in params]
     return Solution(
-        (*(layout_of(letters) for letters in leading), *tables),
-        tuple(layout_of(letters, keys_partial if "K" in letters else frozenset()) for letters in results),
+        (*(layout_of(letters) for letters in leading), *tables, *params, *seed),
+        (
+            *(layout_of(letters, keys_partial if "K" in letters else frozenset()) for letters in results),
+            *d_params[: call.form.trained],
+        ),
     )
+
+
+def _rows(tensor: fx.Node, dim: int, batch: Dim) -> Dim:
+    """The layout of a dim that is the batch, or 1."""
+    return batch if shape_of(tensor)[dim] > 1 else (Factor(1),)
+
+
+def _param_layout(param: fx.Node, dims: Mapping[str, Dim]) -> Layout:
+    """(H,), (H, N) or (H, B or 1, N): whole but for heads and batch, which are split as the queries are."""
+    shape = shape_of(param)
+    batch = [_rows(param, 1, dims["B"])] if len(shape) == 3 else []
+    return Layout((dims["H"], *batch, *((Factor(size),) for size in shape[1 + len(batch) :])))
+
+
+def _mesh_axes(*dims_and_splits: Any) -> frozenset[str]:
+    """The mesh axes over which dims are split."""
+    *dims, splits = dims_and_splits
+    return frozenset(splits[f.axis.name].mesh_axis for dim in dims for f in dim if f.split and f.axis)
 
 
 def _seeded(dim: Dim, splits: Mapping[str, Split]) -> Dim | None:
