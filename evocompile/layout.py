@@ -37,6 +37,8 @@ class Split:
     order: "contiguous" (rank i holds chunk i of P) or "zigzag" (rank i holds chunks i and 2P-1-i of 2P).
     size:  number of positions of the whole axis.
     parts: the sizes of the contiguous chunks where they are given; () makes them as equal as possible.
+    inner_axis, inner: a second mesh axis and its degree, if there is one: each interval of a coordinate of `mesh_axis`
+           is cut again, in order, as equally as possible, over the coordinates of `inner_axis`.
     """
 
     mesh_axis: str
@@ -44,9 +46,28 @@ class Split:
     order: str
     size: int
     parts: tuple[int, ...] = ()
+    inner_axis: str = ""
+    inner: int = 1
 
-    def intervals(self, index: int) -> tuple[Interval, ...]:
-        """The positions that coordinate `index` of the mesh axis holds, ascending, empty intervals left out."""
+    @property
+    def mesh_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which the positions are spread, outermost first."""
+        return (self.mesh_axis, self.inner_axis) if self.inner_axis else (self.mesh_axis,)
+
+    def held(self, coordinate: Mapping[str, int]) -> tuple[Interval, ...]:
+        """The positions of the rank at `coordinate` of the mesh, ascending, empty intervals left out."""
+        return self.intervals(coordinate[self.mesh_axis], coordinate[self.inner_axis] if self.inner_axis else 0)
+
+    def intervals(self, index: int, inner_index: int = 0) -> tuple[Interval, ...]:
+        """As `held`, by the coordinates of `mesh_axis` and `inner_axis`."""
+        parts = [
+            (lo + (hi - lo) * inner_index // self.inner, lo + (hi - lo) * (inner_index + 1) // self.inner)
+            for lo, hi in self.outer_intervals(index)
+        ]
+        return tuple((lo, hi) for lo, hi in parts if lo < hi)
+
+    def outer_intervals(self, index: int) -> tuple[Interval, ...]:
+        """The positions that coordinate `index` of `mesh_axis` holds, all coordinates of `inner_axis` together."""
         if self.parts:
             lo = sum(self.parts[:index])
             return ((lo, lo + self.parts[index]),) if self.parts[index] else ()
@@ -133,7 +154,7 @@ class Sharding:
     def intervals(self, axis: Axis) -> tuple[Interval, ...]:
         """This rank's positions of `axis`, relative to the axis' own start."""
         split = self.splits[axis.name]
-        held = split.intervals(self.coordinate[split.mesh_axis])
+        held = split.held(self.coordinate)
         window = [(max(lo - axis.start, 0), min(hi - axis.start, axis.size)) for lo, hi in held]
         return tuple((lo, hi) for lo, hi in window if lo < hi)
 
@@ -149,7 +170,7 @@ class Sharding:
 
     def mesh_axes(self, layout: Layout) -> frozenset[str]:
         """The mesh axes over which a layout's factors are split."""
-        return frozenset(self.splits[axis.name].mesh_axis for axis in layout.split_axes())
+        return frozenset(mesh_axis for axis in layout.split_axes() for mesh_axis in self.splits[axis.name].mesh_axes)
 
 
 def local_part(value: torch.Tensor, layout: Layout, sharding: Sharding) -> torch.Tensor:

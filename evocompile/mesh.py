@@ -17,7 +17,11 @@ class Mesh:
 
     @staticmethod
     def of(plan: Plan) -> Mesh:
-        return Mesh((("dp", plan.dp), ("cp", plan.cp)))
+        """The axis written last varies fastest: its ranks are neighbours."""
+        if plan.ulysses == 1:
+            return Mesh((("dp", plan.dp), ("cp", plan.cp)))
+        context, heads = ("cp", plan.cp), ("ulysses", plan.ulysses)
+        return Mesh((("dp", plan.dp), *((context, heads) if plan.placement == "head-first" else (heads, context))))
 
     @property
     def world(self) -> int:

@@ -11,6 +11,7 @@ from .errors import PlanError
 ATTENTION_SCHEDULES = ("zigzag", "ring", "balanced")
 RECOMPUTE = ("none",)
 OVERLAP = ("none",)
+PLACEMENTS = ("head-first", "context-first")
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,17 @@ class Plan:
 
     dp:         replicas that each take a part of the batch.
     cp:         ranks that split the sequence and exchange key/value blocks.
-    shard:      degree of the parameter, gradient and optimizer shards; `None` means over all dp * cp ranks.
+    shard:      degree of the parameter, gradient and optimizer shards; `None` means over all dp * cp * ulysses ranks.
+    ulysses:    ranks that split the sequence and exchange it for heads around every attention (all-to-all). The
+                sequence is split over cp * ulysses ranks together; blocks are exchanged among the cp ranks of equal
+                heads. Heads need not divide: ranks hold uneven numbers of them, and the key/value heads that they need.
+    placement:  which ranks are neighbours: "head-first" those that exchange heads, "context-first" those that exchange
+                blocks (LoongTrain, 2406.18485, section 4.3).
+    inner_ring: ranks of the windows of a double ring (LoongTrain, section 4.4): a block of keys and values crosses to a
+                window once, and is handed on within it. Divides cp; 1 is the single ring.
     attention:  "zigzag" (two chunks a rank, equal causal work at every step), "balanced" (contiguous chunks, ranks
                 that would idle under a causal mask help others) or "ring" (contiguous chunks, for other masks).
-    ulysses, tp, pp, recompute, overlap, microbatches: only their defaults are built yet.
+    tp, pp, recompute, overlap, microbatches: only their defaults are built yet.
     """
 
     dp: int = 1
@@ -54,27 +62,38 @@ class Plan:
     pp: int = 1
     shard: Shard | None = None
     attention: str = "zigzag"
+    placement: str = "head-first"
+    inner_ring: int = 1
     recompute: str = "none"
     overlap: str = "none"
     microbatches: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("dp", "cp", "ulysses", "tp", "pp", "microbatches"):
+        for name in ("dp", "cp", "ulysses", "tp", "pp", "microbatches", "inner_ring"):
             degree = getattr(self, name)
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
                 raise PlanError(f"Plan.{name} must be a positive integer, got {degree!r}")
-        for name in ("ulysses", "tp", "pp", "microbatches"):
+        for name in ("tp", "pp", "microbatches"):
             if getattr(self, name) != 1:
-                raise PlanError(f"Plan.{name}={getattr(self, name)} is not built yet; use {name}=1 with dp and cp")
+                raise PlanError(
+                    f"Plan.{name}={getattr(self, name)} is not built yet; use {name}=1 with dp, cp and ulysses"
+                )
         for name, allowed in (
             ("attention", ATTENTION_SCHEDULES),
+            ("placement", PLACEMENTS),
             ("recompute", RECOMPUTE),
             ("overlap", OVERLAP),
         ):
             if getattr(self, name) not in allowed:
                 raise PlanError(f"Plan.{name}={getattr(self, name)!r}: choose one of {', '.join(map(repr, allowed))}")
+        if self.cp % self.inner_ring:
+            raise PlanError(f"Plan.inner_ring={self.inner_ring} does not divide cp={self.cp}")
+        if self.inner_ring > 1 and self.attention == "balanced":
+            raise PlanError(
+                "Plan.inner_ring is for the rings, not for attention='balanced', whose blocks are not handed on"
+            )
         if self.shard is not None and self.replicas % self.shard.params:
-            raise PlanError(f"{self.shard} does not divide the {self.replicas} replicas dp*cp of this plan")
+            raise PlanError(f"{self.shard} does not divide the {self.replicas} replicas dp*cp*ulysses of this plan")
 
     def __str__(self) -> str:
         """The plan as one would write it: what has its default is left out."""

@@ -34,8 +34,9 @@ def summary(program: Program) -> str:
     ]
     if program.sharding is not None:
         lines += [
-            f"axis {name}: {split.size} over {split.mesh_axis} ({split.degree}, {split.order}), here "
-            + ", ".join(f"[{lo}, {hi})" for lo, hi in split.intervals(program.coordinate[split.mesh_axis]))
+            f"axis {name}: {split.size} over {' and '.join(split.mesh_axes)} "
+            f"({' x '.join(str(program.mesh.degree(each)) for each in split.mesh_axes)}, {split.order}), here "
+            + ", ".join(f"[{lo}, {hi})" for lo, hi in split.held(program.coordinate))
             for name, split in program.sharding.splits.items()
         ]
     return "\n".join(lines)

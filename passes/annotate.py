@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from evocompile.layout import Axis, Factor, Layout, Sharding, Split
+from evocompile.plan import Plan
 from evocompile.program import (
     Annotations,
     Compute,
@@ -47,19 +48,25 @@ from .rules.windows import window_pull, window_solution
 
 
 def splits_of(program: Program) -> dict[str, Split]:
-    """What the plan splits: the batch over dp, the sequence over cp; sizes from the user inputs."""
-    order = "zigzag" if program.plan.attention == "zigzag" else "contiguous"
+    """What the plan splits: the batch over dp, the sequence over cp and ulysses; sizes from the user inputs."""
     splits = {}
     for each in program.inputs_of(InputKind.USER):
-        for dim, (name, mesh_axis) in enumerate((("batch", "dp"), ("seq", "cp"))):
-            degree = program.mesh.degree(mesh_axis)
-            if dim < len(each.shape) and degree > 1 and name not in splits:
-                split = Split(mesh_axis, degree, "contiguous" if name == "batch" else order, each.shape[dim])
-                splits[name] = split
+        if each.shape and "batch" not in splits and program.plan.dp > 1:
+            splits["batch"] = Split("dp", program.plan.dp, "contiguous", each.shape[0])
+        if len(each.shape) > 1 and "seq" not in splits and program.plan.cp * program.plan.ulysses > 1:
+            splits["seq"] = _sequence_split(program.plan, each.shape[1])
     if program.batch_parts:
         parts = program.batch_parts
         splits["batch"] = Split("dp", len(parts), "contiguous", sum(parts), parts)
     return splits
+
+
+def _sequence_split(plan: Plan, size: int) -> Split:
+    if plan.cp == 1:
+        return Split("ulysses", plan.ulysses, "contiguous", size)
+    order = "zigzag" if plan.attention == "zigzag" else "contiguous"
+    inner = ("ulysses", plan.ulysses) if plan.ulysses > 1 else ("", 1)
+    return Split("cp", plan.cp, order, size, (), *inner)
 
 
 def annotate(program: Program) -> Program:

@@ -104,6 +104,16 @@ class Builder:
         )
         return start
 
+    def all_to_all(self, value: fx.Node, received: Sequence[int], sent: Sequence[int], group: str, why: str) -> fx.Node:
+        """Starts sending sent[i] rows of `value`, one after the other, to the i-th rank of `group`, and receiving
+        received[i] rows from it."""
+        start = self.call(c10d.all_to_all_single.default, (value, list(received), list(sent), group))
+        tensor = value.meta["val"]
+        own = sent[group_ranks(group).index(self.program.rank)]
+        row = nbytes(tensor) // tensor.shape[0] if tensor.shape[0] else 0
+        self.collectives[start] = Collective("all_to_all", group, row * (sum(sent) - own), why)
+        return start
+
     def wait(self, start: fx.Node, layout: Layout | None = None) -> fx.Node:
         return self.call(c10d.wait_tensor.default, (start,), layout=layout)
 

@@ -143,9 +143,9 @@ def _as_many(builder: Builder, axis: Axis) -> tuple[Interval, ...]:
 def _gather(builder: Builder, value: fx.Node, dim: int, factor: Factor) -> fx.Node:
     """All positions of a split dim, in global order. Parts may be uneven: they are padded to the longest."""
     assert factor.axis is not None
-    split = builder.sharding.splits[factor.axis.name]
-    group = builder.group("gather", frozenset({split.mesh_axis}))
-    held = [_intervals_of(builder, factor.axis, index) for index in range(split.degree)]
+    group = builder.group("gather", frozenset(builder.sharding.splits[factor.axis.name].mesh_axes))
+    mesh = builder.program.mesh
+    held = [builder.sharding.at(mesh.coordinate(each)).intervals(factor.axis) for each in group_ranks(group)]
     sizes = [sum(hi - lo for lo, hi in intervals) for intervals in held]
     longest, own = max(sizes), builder.sharding.factor_size(factor)
     rank = len(value.meta["val"].shape)
@@ -155,7 +155,6 @@ def _gather(builder: Builder, value: fx.Node, dim: int, factor: Factor) -> fx.No
     if min(sizes) < longest:
         padding = [0, 0] * (rank - 1) + [0, longest - own]
         value = builder.call(aten.constant_pad_nd.default, (value, padding, 0))
-    assert len(group_ranks(group)) == split.degree
     value = builder.wait(builder.all_gather(value, group, f"axis {factor.axis} is needed whole"))
     pieces = [
         (lo, index * longest + offset, hi - lo)
@@ -165,11 +164,6 @@ def _gather(builder: Builder, value: fx.Node, dim: int, factor: Factor) -> fx.No
     parts = [builder.call(aten.slice.Tensor, (value, 0, start, start + length)) for _, start, length in sorted(pieces)]
     value = parts[0] if len(parts) == 1 else builder.call(aten.cat.default, (parts, 0))
     return builder.call(aten.permute.default, (value, back)) if dim else value
-
-
-def _intervals_of(builder: Builder, axis: Axis, index: int) -> tuple[Interval, ...]:
-    mesh_axis = builder.sharding.splits[axis.name].mesh_axis
-    return builder.sharding.at({**builder.sharding.coordinate, mesh_axis: index}).intervals(axis)
 
 
 def _offsets(intervals: tuple[Interval, ...]) -> list[int]:

@@ -1,27 +1,37 @@
 """The schedules of sequence-parallel attention, as tables: which rank attends which queries to which keys, and when.
 
-Everything here is plain arithmetic on coordinates 0 … P-1 of the ranks that split the sequence. A *job* (i, j) attends
-the queries of coordinate i to the keys of coordinate j; it is done by i (the owner of the queries, who fetches keys and
-values) or by j (a helper, who fetches queries and returns the result). `jobs[r][t]` is the job of rank r at step t.
-
-Elements on the wire per rank, N tokens, batch B, Hk key/value heads of dims D and E, H query heads, uniform chunks and
-a causal mask; a pair of chunks that no query sees costs nothing:
-
-    ring, zigzag   forward at most (P-1)/P · N · B · Hk (D + E); backward the same again to fetch the blocks, and as
-                   much (in fp32) to return their gradients.
-    balanced       (LightSeq / DistFlashAttn, 2310.03294) a helper's job moves B · N/P · H D of queries there and
-                   B · N/P · H (E + 1) of states (fp32) back, instead of B · N/P · Hk (D + E) of keys and values.
+Everything here is plain arithmetic on coordinates 0 … P-1 of the ranks that exchange blocks. A *job* attends the
+queries of one coordinate to the keys of one; `jobs[r][t]` is the job of rank r at step t. It is done by the owner of
+the queries, who fetches keys and values, or by the owner of the keys (a helper), who fetches queries and returns the
+result. Of keys and values only those positions travel that the mask lets the job's queries see. What the schedules
+send is in `volumes.py`, in closed form.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from evocompile.kernels.blocks import blocks
+from evocompile.kernels.mask import Tile, parse_mask
 from evocompile.layout import Interval
 
-Job = tuple[int, int]  # (coordinate of the queries, coordinate of the keys)
+Intervals = tuple[Interval, ...]
+
+
+class Job(NamedTuple):
+    """queries, keys: the coordinates that own them. via: who hands over what this rank lacks; itself if it lacks none.
+
+    In a double ring keys can come by way of a rank that does not own them.
+    """
+
+    queries: int
+    keys: int
+    via: int
+
+
 Jobs = tuple[tuple[Job | None, ...], ...]
 Needs = Sequence[Sequence[bool]]  # needs[i][j]: some query of coordinate i may see a key of coordinate j
 
@@ -32,13 +42,17 @@ class Schedule:
 
     ranks:   global ranks by coordinate.
     queries: the query positions of each coordinate; keys likewise.
+    mask:    text of the predicate, which says what has to travel.
+    window:  ranks of an inner ring (`double_ring`), 1 where there is none.
     """
 
     ranks: tuple[int, ...]
     own: int
-    queries: tuple[tuple[Interval, ...], ...]
-    keys: tuple[tuple[Interval, ...], ...]
+    queries: tuple[Intervals, ...]
+    keys: tuple[Intervals, ...]
     jobs: Jobs
+    mask: str = "True"
+    window: int = 1
 
     @property
     def steps(self) -> range:
@@ -49,27 +63,73 @@ class Schedule:
         return self.jobs[self.own][step]
 
     def source(self, step: int) -> int | None:
-        """The coordinate whose data this rank's job needs; None if it has none or needs no other's."""
+        """The coordinate that hands over what this rank's job needs; None if it has none or needs nothing."""
         job = self.job(step)
-        other = None if job is None else job[0] if job[0] != self.own else job[1]
-        return None if other == self.own else other
+        return None if job is None or job.via == self.own else job.via
 
     def consumer(self, step: int) -> int | None:
-        """The coordinate whose job at `step` needs this rank's data: its keys and values, or its queries."""
+        """The coordinate whose job at `step` needs what this rank has."""
         for other, jobs in enumerate(self.jobs):
             job = jobs[step]
-            if other != self.own and job is not None and self.own in job:
+            if other != self.own and job is not None and job.via == self.own:
                 return other
         return None
+
+    def columns(self, coordinate: int, job: Job) -> Intervals:
+        """The key positions that a job of `coordinate` works on: all it holds itself, of others' those that it sees."""
+        if job.keys == coordinate:
+            return self.keys[job.keys]
+        return seen_keys(self.mask, self.queries[job.queries], self.keys[job.keys])
+
+    # --- double ring: blocks that a rank holds for its window
+
+    @property
+    def windows(self) -> range:
+        """The outer steps: `window` steps each."""
+        return range(len(self.ranks) // self.window if self.window > 1 else 1)
+
+    def visitor(self, coordinate: int, outer: int) -> int:
+        """The owner of the block that `coordinate` holds during an outer step."""
+        return (coordinate - outer * self.window) % len(self.ranks)
+
+    def visiting(self, coordinate: int, outer: int) -> Intervals:
+        """The positions of that block which travel to `coordinate`: what anyone of its window sees."""
+        block = self.visitor(coordinate, outer)
+        if block == coordinate:
+            return self.keys[block]
+        first = coordinate // self.window * self.window
+        members = range(first, first + self.window)
+        return union(seen_keys(self.mask, self.queries[each], self.keys[block]) for each in members)
 
 
 def ring(needs: Needs) -> Jobs:
     """At step t everyone attends the own queries to the keys of the coordinate t before. The own block comes first."""
     count = len(needs)
-    return tuple(
-        tuple((r, (r - t) % count) if t == 0 or needs[r][(r - t) % count] else None for t in range(count))
-        for r in range(count)
-    )
+
+    def job(r: int, t: int) -> Job | None:
+        block = (r - t) % count
+        return Job(r, block, block) if t == 0 or needs[r][block] else None
+
+    return tuple(tuple(job(r, t) for t in range(count)) for r in range(count))
+
+
+def double_ring(needs: Needs, window: int) -> Jobs:
+    """LoongTrain's double ring (2406.18485, section 4.4): P/w windows of w neighbours, w dividing P.
+
+    In outer step o rank r holds the block of r - o·w, which comes from its owner once, while the steps of o - 1 are
+    under way. Inner step n attends to the block of the n-th neighbour before in the own window. So a block crosses
+    between windows once for each window, not once for each rank.
+    """
+    count = len(needs)
+    assert count % window == 0, "a window divides the ring"
+
+    def job(r: int, t: int) -> Job | None:
+        outer, inner = divmod(t, window)
+        neighbour = r // window * window + (r - inner) % window
+        block = (neighbour - outer * window) % count
+        return Job(r, block, neighbour) if t == 0 or needs[r][block] else None
+
+    return tuple(tuple(job(r, t) for t in range(count)) for r in range(count))
 
 
 def balanced(needs: Needs) -> Jobs:
@@ -82,12 +142,12 @@ def balanced(needs: Needs) -> Jobs:
 
     def job(r: int, t: int) -> Job | None:
         if r >= t:
-            pair = (r, r - t)
+            pair = Job(r, r - t, r - t)
         elif 2 * t < count or count % 2:
-            pair = (r - t + count, r)
+            pair = Job(r - t + count, r, r - t + count)
         else:
             return None
-        return pair if t == 0 or needs[pair[0]][pair[1]] else None
+        return pair if t == 0 or needs[pair.queries][pair.keys] else None
 
     return tuple(tuple(job(r, t) for t in range(count // 2 + 1)) for r in range(count))
 
@@ -97,16 +157,71 @@ def is_causal(needs: Needs) -> bool:
     return not any(seen for i, row in enumerate(needs) for seen in row[i + 1 :])
 
 
-def work(schedule: Schedule, mask: str) -> list[list[int]]:
+@lru_cache(maxsize=65536)
+def sees(mask: str, queries: Intervals, keys: Intervals) -> bool:
+    """Whether some query may see a key."""
+    predicate = parse_mask(mask)
+    return any(predicate.classify(*q_part, *k_part) is not Tile.EMPTY for q_part in queries for k_part in keys)
+
+
+@lru_cache(maxsize=65536)
+def seen_keys(mask: str, queries: Intervals, keys: Intervals) -> Intervals:
+    """The key positions that queries may see: in each key interval, for each query interval, from the first one seen to
+    the last. What depends on data counts as seen."""
+    return union(_hull(mask, q_part, k_part) for q_part in queries for k_part in keys)
+
+
+def _hull(mask: str, queries: Interval, keys: Interval) -> Intervals:
+    predicate = parse_mask(mask)
+    lo, hi = keys
+
+    def empty(k_lo: int, k_hi: int) -> bool:
+        return predicate.classify(*queries, k_lo, k_hi) is Tile.EMPTY
+
+    if empty(lo, hi):
+        return ()
+    if empty(lo, lo + 1):
+        below, above = lo + 1, hi  # [lo, below) is empty, [lo, above) is not
+        while above - below > 1:
+            middle = (below + above) // 2
+            below, above = (middle, above) if empty(lo, middle) else (below, middle)
+        lo = below
+    if empty(hi - 1, hi):
+        below, above = lo, hi - 1  # [above, hi) is empty, [below, hi) is not
+        while above - below > 1:
+            middle = (below + above) // 2
+            below, above = (below, middle) if empty(middle, hi) else (middle, above)
+        hi = above
+    return ((lo, hi),) if lo < hi else ()
+
+
+def union(parts: Iterable[Intervals]) -> Intervals:
+    """Sorted and joined."""
+    joined: list[Interval] = []
+    for lo, hi in sorted(interval for part in parts for interval in part):
+        if joined and lo <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(hi, joined[-1][1]))
+        elif lo < hi:
+            joined.append((lo, hi))
+    return tuple(joined)
+
+
+def length(intervals: Intervals) -> int:
+    return sum(hi - lo for lo, hi in intervals)
+
+
+def bounds(intervals: Intervals) -> list[int]:
+    """[lo, hi, lo, hi, …], as the attention operators take them."""
+    return [bound for interval in intervals for bound in interval]
+
+
+def work(schedule: Schedule) -> list[list[int]]:
     """(query, key) pairs that are computed, by coordinate and step: the measure of balance."""
 
-    def pairs(job: Job | None) -> int:
+    def pairs(coordinate: int, job: Job | None) -> int:
         if job is None:
             return 0
-        queries, keys = (
-            tuple(bound for interval in intervals for bound in interval)
-            for intervals in (schedule.queries[job[0]], schedule.keys[job[1]])
-        )
-        return sum(block.pairs for block in blocks(mask, queries, keys))
+        queries, keys = bounds(schedule.queries[job.queries]), bounds(schedule.columns(coordinate, job))
+        return sum(block.pairs for block in blocks(schedule.mask, tuple(queries), tuple(keys)))
 
-    return [[pairs(job) for job in jobs] for jobs in schedule.jobs]
+    return [[pairs(coordinate, job) for job in jobs] for coordinate, jobs in enumerate(schedule.jobs)]

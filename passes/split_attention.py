@@ -1,49 +1,74 @@
 """split_attention: every attention becomes the steps of its schedule, visible in the graph.
 
 One engine carries out every schedule of `schedules.py`. At each step a rank has at most one job. What the job needs of
-another rank comes straight from its owner, one step ahead; what the job gives to another rank (a helper's state, the
+another rank comes straight from who has it, one step ahead; what the job gives to another rank (a helper's state, the
 gradients of fetched keys and values or queries) goes straight back and is added there one step later. Forward and
-backward use communicators of their own, since their exchanges may be under way together.
+backward use communicators of their own, since their exchanges may be under way together. Around it all, parts of the
+sequence are exchanged for heads where the plan says so (`heads.py`).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
 
-from evocompile.kernels.mask import Tile, parse_mask
-from evocompile.layout import Axis, Interval
-from evocompile.mesh import group_ranks
-from evocompile.program import Note, Program, source_line
+from evocompile.program import Program
 
-from . import schedules
 from .build import Builder
-from .exchanges import Coming, Exchanges
-from .rules.attention import ATTENTION, ATTENTION_BACKWARD, call_of
-from .schedules import Job, Schedule
+from .choose_schedule import Placing, placing_of
+from .exchanges import Coming, Exchanges, Part
+from .gradients import Gradients
+from .heads import Heads, for_each_key_head, for_each_query_head, to_heads, to_sequence
+from .rules.attention import ATTENTION, ATTENTION_BACKWARD, Backward, Forward, call_of
+from .schedules import Job, bounds
 
 aten, prims = torch.ops.aten, torch.ops.prims
 STEP = torch.ops.evocompile.attention_step.default
 MERGE = torch.ops.evocompile.attention_merge.default
 BACKWARD_STEP = torch.ops.evocompile.attention_backward_step.default
 
-Intervals = tuple[Interval, ...]
+
+@dataclass(frozen=True)
+class _Common:
+    """What the steps of an attention have in common: the arguments beside the tensors that are split.
+
+    changes: the last arguments, see `kernels.attention`; trained: how many of the params have gradients.
+    """
+
+    tables: Sequence[fx.Node]
+    mask: str
+    scale: float
+    changes: tuple[Any, ...]
+    trained: int
+
+
+@dataclass(frozen=True)
+class _SplitByHeads:
+    """What a forward leaves to its backward when heads are split."""
+
+    q: fx.Node
+    k: fx.Node
+    v: fx.Node
+    out: fx.Node
 
 
 def split_attention(program: Program) -> Program:
     """Expands the attention nodes of the joint graph at local shapes, in place."""
     assert program.joint is not None
     builder = Builder(program, in_place=True)
+    exchanged: dict[fx.Node, _SplitByHeads] = {}  # by the log-sum-exp that the backward is given
     for node in list(program.joint.graph.nodes):
         if node.target not in (ATTENTION, ATTENTION_BACKWARD):
             continue
         builder.source = node
         with program.joint.graph.inserting_before(node):
-            results = _forward(builder, node) if node.target == ATTENTION else _backward(builder, node)
+            expand = _attention if node.target == ATTENTION else _attention_backward
+            results = expand(builder, node, exchanged)
         _replace_results(builder, node, results)
     return replace(program, joint=program.joint)
 
@@ -52,135 +77,63 @@ def _replace_results(builder: Builder, node: fx.Node, results: Sequence[fx.Node]
     for use in list(node.users):
         assert use.target is operator.getitem, "the results of an attention are picked with getitem"
         result = results[use.args[1]]  # type: ignore[index]
-        builder.layouts[result] = builder.layouts.pop(use)
+        layout = builder.layouts.pop(use)
+        if tuple(result.meta["val"].shape) == builder.sharding.local_shape(layout):
+            builder.layouts[result] = layout
         use.replace_all_uses_with(result)
         builder.graph.erase_node(use)
     builder.graph.erase_node(node)
 
 
-def _forward(builder: Builder, node: fx.Node) -> list[fx.Node]:
-    q, k, v, tables, mask, scale, form = call_of(node)
-    schedule = _schedule(builder, node, q, k, mask)
-    group = _group(builder, k, schedule)
-    exchanges = Exchanges(builder, schedule, group, is_backward=False, queries=[[q]], keys=[[k, v]])
-    changes = form.arguments(*_place(builder, q))
-    state: list[fx.Node] = []
-    data: list[list[fx.Node]] = []
-    coming, returning = exchanges.fetch(1), None
-    for step in schedule.steps:
-        made: list[fx.Node] = []
-        if job := schedule.job(step):
-            helps, fetches = job[0] != schedule.own, job[1] != schedule.own
-            rows, columns = (data[0] if helps else [q]), (data[0] if fetches else [k, v])
-            carried = state if state and not helps else [None, None]
-            arguments = (*rows, *columns, tables, *carried, mask, *_positions(schedule, job), scale, *changes)
-            result = _results(builder, STEP, arguments, 2)
-            made, state = (result, state) if helps else ([], result)
-        state = _merged(builder, state, exchanges.arrive(returning))
-        returning = exchanges.give_back(step, made, {"queries": state})
-        data, coming = exchanges.arrive(coming), exchanges.fetch(step + 2)
-    out, lse = _merged(builder, state, exchanges.arrive(returning))
-    return [_cast(builder, out, q.meta["val"].dtype), lse]
+def _attention(builder: Builder, node: fx.Node, exchanged: dict[fx.Node, _SplitByHeads]) -> list[fx.Node]:
+    call = call_of(node)
+    placing = placing_of(builder, node, call.q, call.k, call.mask)
+    common, heads, dtype = _common(builder, call, placing.heads), placing.heads, call.q.meta["val"].dtype
+    if heads is None:
+        out, lse = _forward(builder, placing, common, call.q, call.k, call.v)
+        return [_cast(builder, out, dtype), lse]
+    group, why = heads.group(), "queries, keys and values from sequence to heads"
+    q, k, v = to_heads(builder, heads, [call.q, call.k, call.v], ["queries", "keys", "keys"], group, why)
+    out, lse = _forward(builder, placing, common, q, *(for_each_query_head(builder, heads, each) for each in (k, v)))
+    out = _cast(builder, out, dtype)
+    exchanged[lse] = _SplitByHeads(q, k, v, out)
+    (whole,) = to_sequence(builder, heads, [out], ["queries"], group, "attention's output from heads to sequence")
+    return [whole, lse]
 
 
-def _backward(builder: Builder, node: fx.Node) -> list[fx.Node]:
-    d_out, q, k, v, out, lse, tables, mask, scale, form = call_of(node)
-    schedule = _schedule(builder, node, q, k, mask)
-    group = _group(builder, k, schedule, ".backward")
-    rows_here, columns_here = [d_out, q, out, lse], [k, v]
-    exchanges = Exchanges(
-        builder, schedule, group, is_backward=True, queries=[[d_out, q, out], [lse]], keys=[columns_here]
-    )
-    dq: list[fx.Node] = []
-    dkv: list[fx.Node] = []
-    d_params: list[fx.Node] = []
-    changes = form.arguments(*_place(builder, q))
-    data: list[list[fx.Node]] = []
-    coming, returning = exchanges.fetch(1), None
-    for step in schedule.steps:
-        made: list[fx.Node] = []
-        if job := schedule.job(step):
-            helps, fetches = job[0] != schedule.own, job[1] != schedule.own
-            rows = [*data[0], *data[1]] if helps else rows_here
-            columns = data[0] if fetches else columns_here
-            arguments = (*rows[:2], *columns, *rows[2:], tables, mask, *_positions(schedule, job), scale, *changes)
-            of_rows, *others = _results(builder, BACKWARD_STEP, arguments, 3 + form.trained)
-            of_columns, d_params = others[:2], _sums(builder, d_params, others[2:])
-            made = [of_rows] if helps else of_columns if fetches else []
-            dq = dq if helps else _sums(builder, dq, [of_rows])
-            dkv = dkv if fetches else _sums(builder, dkv, of_columns)
-        dq, dkv = _with_returned(builder, dq, dkv, returning, exchanges)
-        returning = exchanges.give_back(step, made, {"queries": dq, "keys": dkv})
-        data, coming = exchanges.arrive(coming), exchanges.fetch(step + 2)
-    dq, dkv = _with_returned(builder, dq, dkv, returning, exchanges)
-    return [
-        _cast(builder, gradient, operand.meta["val"].dtype)
-        for gradient, operand in zip([*dq, *dkv, *d_params], (q, k, v, *form.params[: form.trained]), strict=True)
-    ]
+def _attention_backward(builder: Builder, node: fx.Node, exchanged: dict[fx.Node, _SplitByHeads]) -> list[fx.Node]:
+    call = call_of(node)
+    assert isinstance(call, Backward)
+    placing = placing_of(builder, node, call.q, call.k, call.mask)
+    common, heads = _common(builder, call, placing.heads), placing.heads
+    dtypes = [each.meta["val"].dtype for each in (call.q, call.k, call.v, *call.form.params[: call.form.trained])]
+    if heads is None:
+        gradients = _backward(builder, placing, common, call.d_out, call.q, call.k, call.v, call.out, call.lse)
+        return _cast_all(builder, gradients, dtypes)
+    there, group = exchanged[call.lse], heads.group(".backward")
+    why = "the output's gradient from sequence to heads"
+    (d_out,) = to_heads(builder, heads, [call.d_out], ["queries"], group, why)
+    k, v = (for_each_query_head(builder, heads, each) for each in (there.k, there.v))
+    dq, dk, dv, *d_params = _backward(builder, placing, common, d_out, there.q, k, v, there.out, call.lse)
+    gradients = [dq, *(for_each_key_head(builder, heads, each) for each in (dk, dv))]
+    if not heads.shared:  # else they are summed first, in the accumulation dtype
+        gradients = _cast_all(builder, gradients, dtypes[:3])
+    why = "gradients of queries, keys and values from heads to sequence"
+    gradients = to_sequence(builder, heads, gradients, ["queries", "keys", "keys"], group, why)
+    d_params = [_among_all_heads(builder, heads, each) for each in d_params]
+    return _cast_all(builder, [*gradients, *d_params], dtypes)
 
 
-def _merged(builder: Builder, state: list[fx.Node], came: list[list[fx.Node]]) -> list[fx.Node]:
-    """The state with the one that a helper returned."""
-    return _results(builder, MERGE, (*state, *came[0]), 2) if came else state
-
-
-def _with_returned(
-    builder: Builder, dq: list[fx.Node], dkv: list[fx.Node], returning: Coming | None, exchanges: Exchanges
-) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The gradients of the own queries, keys and values with what another rank's job added to them."""
-    came = exchanges.arrive(returning)
-    if not came or returning is None:
-        return dq, dkv
-    if returning.side == "queries":
-        return _sums(builder, dq, came[0]), dkv
-    return dq, _sums(builder, dkv, came[0])
-
-
-def _schedule(builder: Builder, node: fx.Node, q: fx.Node, k: fx.Node, mask: str) -> Schedule:
-    """Who holds what, and does what when; a single coordinate where the keys are whole."""
-    sharding, program = builder.sharding, builder.program
-    q_axis, k_axis = _axis(builder, q), _axis(builder, k)
-    if k_axis is None:
-        queries = sharding.intervals(q_axis) if q_axis else ((0, q.meta["val"].shape[2]),)
-        keys = ((0, k.meta["val"].shape[2]),)
-        return Schedule((program.rank,), 0, (queries,), (keys,), schedules.ring([[True]]))
-    assert q_axis is not None
-    mesh_axis = sharding.splits[k_axis.name].mesh_axis
-    ranks = program.mesh.peers(program.rank, {mesh_axis})
-    seen_from = [sharding.at({**sharding.coordinate, mesh_axis: i}) for i in range(len(ranks))]
-    queries_of = tuple(each.intervals(q_axis) for each in seen_from)
-    keys_of = tuple(each.intervals(k_axis) for each in seen_from)
-    needs = [[_sees(mask, q_part, k_part) for k_part in keys_of] for q_part in queries_of]
-    jobs = schedules.ring(needs)
-    if program.plan.attention == "balanced":
-        if schedules.is_causal(needs):
-            jobs = schedules.balanced(needs)
-        elif node.target == ATTENTION:
-            why = f"the mask {mask!r} lets queries see later keys; the balanced schedule is for causal masks"
-            program.notes.append(Note("attention by the ring schedule", why, source_line(node)))
-    return Schedule(ranks, sharding.coordinate[mesh_axis], queries_of, keys_of, jobs)
-
-
-def _sees(mask: str, queries: Intervals, keys: Intervals) -> bool:
-    predicate = parse_mask(mask)
-    return any(predicate.classify(*q_part, *k_part) is not Tile.EMPTY for q_part in queries for k_part in keys)
-
-
-def _axis(builder: Builder, tensor: fx.Node) -> Axis | None:
-    """The logical axis over which dim 2 (positions) of a localised (B, H, S, D) tensor is split."""
-    (factor,) = builder.layouts[tensor].dims[2]
-    return factor.axis if factor.split else None
-
-
-def _group(builder: Builder, k: fx.Node, schedule: Schedule, suffix: str = "") -> str:
-    """The communicator of the ranks that split the keys, named by their mesh axis: "cp:0,1", "cp.backward:0,1"."""
-    axis = _axis(builder, k)
-    if axis is None:
-        return ""
-    mesh_axis = builder.sharding.splits[axis.name].mesh_axis
-    group = builder.group(mesh_axis + suffix, frozenset({mesh_axis}))
-    assert group_ranks(group) == schedule.ranks
-    return group
+def _common(builder: Builder, call: Forward | Backward, heads: Heads | None) -> _Common:
+    batch, head = _place(builder, call.q)
+    form = call.form
+    if heads is not None:
+        first, last = heads.queries
+        head += first
+        form = form._replace(
+            params=[builder.call(aten.slice.Tensor, (each, 0, first, last)) for each in call.form.params]
+        )
+    return _Common(call.tables, call.mask, call.scale, form.arguments(call.mask, batch, head), form.trained)
 
 
 def _place(builder: Builder, q: fx.Node) -> tuple[int, int]:
@@ -193,13 +146,136 @@ def _place(builder: Builder, q: fx.Node) -> tuple[int, int]:
     return firsts[0], firsts[1]
 
 
-def _positions(schedule: Schedule, job: Job) -> tuple[list[int], list[int]]:
-    """Positions of a job's queries and keys as [lo, hi, lo, hi, …]."""
-    queries, keys = (
-        [bound for interval in intervals for bound in interval]
-        for intervals in (schedule.queries[job[0]], schedule.keys[job[1]])
+def _among_all_heads(builder: Builder, heads: Heads, gradient: fx.Node) -> fx.Node:
+    """The gradient of params of the own heads as this rank's term of that of all."""
+    first, last = heads.queries
+    padding = [0, 0] * (gradient.meta["val"].ndim - 1) + [first, heads.heads["queries"][-1][1] - last]
+    return builder.call(aten.constant_pad_nd.default, (gradient, padding, 0))
+
+
+def _forward(builder: Builder, placing: Placing, common: _Common, q: fx.Node, k: fx.Node, v: fx.Node) -> list[fx.Node]:
+    """The state (out, log-sum-exp) of this rank's queries after all its steps."""
+    schedule = placing.schedule
+    exchanges = Exchanges(builder, schedule, *placing.groups(), is_backward=False, queries=[[q]])
+    own = Part((k, v), schedule.keys[schedule.own])
+    held = {schedule.own: own}
+    state: list[fx.Node] = []
+    data: list[list[fx.Node]] = []
+    coming, visiting = exchanges.fetch(1, held), exchanges.invite(1, own)
+    returning: Coming | None = None
+    for step in schedule.steps:
+        made: list[fx.Node] = []
+        if job := schedule.job(step):
+            helps = job.queries != schedule.own
+            queries = data[0] if helps else [q]
+            columns = _columns(exchanges, placing, job, held, data)
+            carried = state if state and not helps else [None, None]
+            where = (common.mask, *_positions(placing, job), common.scale, *common.changes)
+            result = _results(builder, STEP, (*queries, *columns, common.tables, *carried, *where), 2)
+            made, state = (result, state) if helps else ([], result)
+        state = _merged(builder, state, exchanges.arrive(returning))
+        returning = exchanges.give_back(step, made, {"queries": state})
+        data = exchanges.arrive(coming)
+        if (outer := _next_outer(placing, step)) is not None:
+            held = _received(placing, own, visiting, exchanges)
+            visiting = exchanges.invite(outer + 1, own)
+        coming = exchanges.fetch(step + 2, held)
+    return _merged(builder, state, exchanges.arrive(returning))
+
+
+def _backward(
+    builder: Builder,
+    placing: Placing,
+    common: _Common,
+    d_out: fx.Node,
+    q: fx.Node,
+    k: fx.Node,
+    v: fx.Node,
+    out: fx.Node,
+    lse: fx.Node,
+) -> list[fx.Node]:
+    """The gradients of this rank's queries, keys and values, in the accumulation dtype."""
+    schedule = placing.schedule
+    exchanges = Exchanges(
+        builder, schedule, *placing.groups(".backward"), is_backward=True, queries=[[d_out, q, out], [lse]]
     )
-    return queries, keys
+    own = Part((k, v), schedule.keys[schedule.own])
+    held = {schedule.own: own}
+    sums = Gradients(builder, schedule.own)
+    sums.hold(held)
+    data: list[list[fx.Node]] = []
+    coming, visiting = exchanges.fetch(1, held), exchanges.invite(1, own)
+    returning: Coming | None = None
+    home: Coming | None = None
+    for step in schedule.steps:
+        made: list[fx.Node] = []
+        if job := schedule.job(step):
+            queries = [*data[0], *data[1]] if job.queries != schedule.own else [d_out, q, out, lse]
+            columns = _columns(exchanges, placing, job, held, data)
+            where = (common.tables, common.mask, *_positions(placing, job), common.scale, *common.changes)
+            arguments = (*queries[:2], *columns, *queries[2:], *where)
+            gradients = _results(builder, BACKWARD_STEP, arguments, 3 + common.trained)
+            made = sums.take(job, schedule.columns(schedule.own, job), gradients, held)
+        sums.came(returning, exchanges.arrive(returning))
+        outer = step // schedule.window - 1  # the round whose last returns have just come
+        if schedule.window > 1 and step % schedule.window == 0 and outer > 0:
+            home = _sent_home(exchanges, placing, sums, outer, home)
+        returning = exchanges.give_back(step, made, sums.expected)
+        data = exchanges.arrive(coming)
+        if (next_outer := _next_outer(placing, step)) is not None:
+            held = _received(placing, own, visiting, exchanges)
+            sums.hold(held)
+            visiting = exchanges.invite(next_outer + 1, own)
+        coming = exchanges.fetch(step + 2, held)
+    sums.came(returning, exchanges.arrive(returning))
+    if schedule.window > 1:
+        home = _sent_home(exchanges, placing, sums, schedule.windows[-1], home)
+    sums.came(home, exchanges.arrive(home))
+    return [*sums.queries, *sums.blocks[schedule.own].tensors, *sums.params]
+
+
+def _columns(
+    exchanges: Exchanges, placing: Placing, job: Job, held: Mapping[int, Part], data: list[list[fx.Node]]
+) -> Sequence[fx.Node]:
+    """The keys and values of a job: those of a block that is held, or what has just come."""
+    schedule = placing.schedule
+    return exchanges.part(held[job.keys], schedule.columns(schedule.own, job)) if job.keys in held else data[0]
+
+
+def _next_outer(placing: Placing, step: int) -> int | None:
+    """The round of a double ring that begins after `step`, if one does."""
+    outer, inner = divmod(step + 1, placing.schedule.window)
+    return outer if placing.schedule.window > 1 and inner == 0 and outer in placing.schedule.windows else None
+
+
+def _received(placing: Placing, own: Part, visiting: Coming | None, exchanges: Exchanges) -> dict[int, Part]:
+    """The blocks that are held in a round of a double ring: the own one, and the one that has just come."""
+    held = {placing.schedule.own: own}
+    for tensors in exchanges.arrive(visiting):
+        assert visiting is not None
+        held[visiting.block] = Part(tuple(tensors), visiting.positions)
+    return held
+
+
+def _sent_home(
+    exchanges: Exchanges, placing: Placing, sums: Gradients, outer: int, before: Coming | None
+) -> Coming | None:
+    """Sends home the gradients of the block that was held in round `outer`; takes what came of the round `before`."""
+    schedule = placing.schedule
+    sums.came(before, exchanges.arrive(before))
+    block = sums.blocks.get(schedule.visitor(schedule.own, outer))
+    return exchanges.send_home(outer, block.tensors if block else (), sums.blocks[schedule.own].tensors)
+
+
+def _merged(builder: Builder, state: list[fx.Node], came: list[list[fx.Node]]) -> list[fx.Node]:
+    """The state with the one that a helper returned."""
+    return _results(builder, MERGE, (*state, *came[0]), 2) if came else state
+
+
+def _positions(placing: Placing, job: Job) -> tuple[list[int], list[int]]:
+    """Positions of a job's queries and keys as [lo, hi, lo, hi, …]."""
+    schedule = placing.schedule
+    return bounds(schedule.queries[job.queries]), bounds(schedule.columns(schedule.own, job))
 
 
 def _results(builder: Builder, target: object, arguments: tuple[object, ...], count: int) -> list[fx.Node]:
@@ -207,10 +283,8 @@ def _results(builder: Builder, target: object, arguments: tuple[object, ...], co
     return [builder.call(operator.getitem, (result, i)) for i in range(count)]
 
 
-def _sums(builder: Builder, total: list[fx.Node], more: list[fx.Node]) -> list[fx.Node]:
-    if not total:
-        return more
-    return [builder.call(aten.add.Tensor, (a, b)) for a, b in zip(total, more, strict=True)]
+def _cast_all(builder: Builder, values: Sequence[fx.Node], dtypes: Sequence[torch.dtype]) -> list[fx.Node]:
+    return [_cast(builder, value, dtype) for value, dtype in zip(values, dtypes, strict=True)]
 
 
 def _cast(builder: Builder, value: fx.Node, dtype: torch.dtype) -> fx.Node:

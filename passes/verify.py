@@ -64,8 +64,10 @@ def _graph_problems(program: Program, name: str, graph_module: fx.GraphModule) -
             yield f"{here} waits for {node.args[0]}, which starts no communication"
         layout, value = program.layouts.get(node), node.meta["val"]
         if layout is not None and program.sharding is not None and isinstance(value, torch.Tensor):
-            axes = [each.name for dim in layout.dims for factor in dim if factor.split and (each := factor.axis)]
-            if len({program.sharding.splits[name].mesh_axis for name in axes}) != len(axes):
+            splits = program.sharding.splits
+            names = [each.name for dim in layout.dims for factor in dim if factor.split and (each := factor.axis)]
+            axes = [mesh_axis for name in names for mesh_axis in splits[name].mesh_axes]
+            if len(set(axes)) != len(axes):
                 yield f"{here} is split twice over one mesh axis: {layout}"
             expected = program.sharding.local_shape(layout)
             if tuple(value.shape) != expected:

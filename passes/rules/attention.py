@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from evocompile.kernels.mask import H, parse_mask
 from evocompile.layout import Dim, Factor, Layout, Split
 
 from .base import operands_of, shape_of
-from .solve import Solution
+from .solve import Solution, mesh_axes
 
 ATTENTION = torch.ops.evocompile.attention.default
 ATTENTION_BACKWARD = torch.ops.evocompile.attention_backward.default
@@ -36,10 +37,14 @@ class Form(NamedTuple):
     dropout: float = 0.0
     trained: int = 0
 
-    def arguments(self, *place: int) -> tuple[Any, ...]:
-        """What to append to a call's arguments: nothing, where nothing is changed. place: batch and head, of a step."""
+    def arguments(self, mask: str, batch: int, head: int) -> tuple[Any, ...]:
+        """What to append to a step's arguments: nothing, where nothing is changed.
+
+        batch, head: global numbers of the first batch row and query head.
+        """
+        place = (batch, head)
         if self.score == "s" and not self.dropout:
-            return ()
+            return ([], None, "s", 0.0, *place) if head and H in parse_mask(mask).expression.free_symbols else ()
         return (list(self.params), self.seed, self.score, self.dropout, *place, *((self.trained,) * bool(self.trained)))
 
 
@@ -128,7 +133,7 @@ def _param_layout(param: fx.Node, dims: Mapping[str, Dim]) -> Layout:
 def _mesh_axes(*dims_and_splits: Any) -> frozenset[str]:
     """The mesh axes over which dims are split."""
     *dims, splits = dims_and_splits
-    return frozenset(splits[f.axis.name].mesh_axis for dim in dims for f in dim if f.split and f.axis)
+    return frozenset(each for dim in dims for factor in dim for each in mesh_axes(factor, splits))
 
 
 def _seeded(dim: Dim, splits: Mapping[str, Split]) -> Dim | None:
@@ -139,5 +144,5 @@ def _seeded(dim: Dim, splits: Mapping[str, Split]) -> Dim | None:
 
 
 def _same_mesh_axis(queries: Dim, keys: Dim, splits: Mapping[str, Split]) -> bool:
-    axes = [[splits[f.axis.name].mesh_axis for f in dim if f.split and f.axis] for dim in (queries, keys)]
+    axes = [[each for factor in dim for each in mesh_axes(factor, splits)] for dim in (queries, keys)]
     return axes[0] == axes[1]

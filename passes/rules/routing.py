@@ -345,7 +345,7 @@ def _grouped(routes: Routes, node: fx.Node, operands: list[fx.Node], layouts: li
         return None
     (bag_layout,) = rows
     bags, offsets = bags_of(bag_layout), labels.index("g")
-    pending = frozenset(routes.splits[axis.name].mesh_axis for axis in bag_layout.split_axes())
+    pending = frozenset(each for axis in bag_layout.split_axes() for each in routes.splits[axis.name].mesh_axes)
     if len(bags) != 1 or layouts[offsets].partial != pending:
         return None
     if not _end_groups(operands[offsets], routes.sort(*bags)):

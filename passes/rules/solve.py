@@ -78,14 +78,14 @@ def forward(
             problems.append("the operator needs a split dim whole")
             assigned[label] = _unsplit(assigned[label])
     _one_label_per_mesh_axis(assigned, splits, problems)
-    used = {splits[f.axis.name].mesh_axis for dim in assigned.values() for f in dim if f.split and f.axis}
+    used = {each for dim in assigned.values() for f in dim for each in mesh_axes(f, splits)}
     partial = _passing_partial(dims, layouts, used)
 
     def summed_over(result: TensorLabels) -> frozenset[str]:
         """The mesh axes of the split labels that are summed away in a result."""
         kept = {label for labels in result for label in labels}
-        gone = [f for label in dims.summed - kept for f in assigned.get(label, ()) if f.split and f.axis]
-        return frozenset(splits[factor.axis.name].mesh_axis for factor in gone if factor.axis)
+        gone = [factor for label in dims.summed - kept for factor in assigned.get(label, ())]
+        return frozenset(each for factor in gone for each in mesh_axes(factor, splits))
 
     return Solution(
         tuple(
@@ -154,6 +154,11 @@ def _unsplit(dim: Dim) -> Dim:
     return tuple(replace(factor, split=False) for factor in dim)
 
 
+def mesh_axes(factor: Factor, splits: Mapping[str, Split]) -> tuple[str, ...]:
+    """The mesh axes over which a factor is split; none where it is whole."""
+    return splits[factor.axis.name].mesh_axes if factor.split and factor.axis else ()
+
+
 def _seed(factor: Factor, splits: Mapping[str, Split]) -> Factor:
     return replace(factor, split=True) if factor.axis and factor.axis.name in splits else factor
 
@@ -167,12 +172,12 @@ def _one_label_per_mesh_axis(assigned: dict[str, Dim], splits: Mapping[str, Spli
     for label, dim in assigned.items():
         kept = []
         for factor in dim:
-            mesh_axis = splits[factor.axis.name].mesh_axis if factor.split and factor.axis else None
-            if mesh_axis in taken:
-                problems.append(f"two dims are split over {mesh_axis}")
+            axes = mesh_axes(factor, splits)
+            if taken & set(axes):
+                problems.append(f"two dims are split over {' and '.join(axes)}")
                 factor = replace(factor, split=False)
-            elif mesh_axis:
-                taken.add(mesh_axis)
+            else:
+                taken.update(axes)
             kept.append(factor)
         assigned[label] = tuple(kept)
 

@@ -102,7 +102,7 @@ def _select(node: fx.Node, layout: Layout, splits: Mapping[str, Split]) -> Solut
     axis = _axis(layout.dims[dim])
     if axis is None or layout.partial:
         return None
-    rest = Layout(layout.dims[:dim] + layout.dims[dim + 1 :], frozenset({splits[axis.name].mesh_axis}))
+    rest = Layout(layout.dims[:dim] + layout.dims[dim + 1 :], frozenset(splits[axis.name].mesh_axes))
     return Solution((layout,), (rest,))
 
 
