@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import fx
 
 from .kernels import dispatch
 from .kernels.attention import attention_backward_step, attention_step  # registers the operators
 from .kernels.blocks import blocks
-from .kernels.dispatch import CAUSAL, FULL, TENSOR, Case
+from .kernels.dispatch import CAUSAL, CHANGED, FULL, TENSOR, Case
+from .kernels.form import Form
 from .kernels.mask import Tile
 from .program import Program
 
 _BLOCK_MASK = {Tile.FULL: FULL, Tile.CAUSAL: CAUSAL, Tile.MASKED: TENSOR}
-_KINDS = {"full": FULL, "causal": CAUSAL, "masked": TENSOR}
+# A step by its predicate; where no backend takes whole steps of it, what its masked blocks get.
+_KINDS = {
+    "full": (FULL, FULL),
+    "causal": (CAUSAL, CAUSAL),
+    "window": ("(k <= q) & (k > q - 4096)", TENSOR),
+    "documents": ("(k <= q) & (t0(b, q) == t0(b, k))", TENSOR),
+    "others": ("(k <= q) | (k <= 99)", TENSOR),
+    "scores": (CHANGED, CHANGED),
+}
 
 
 def check_backends(program: Program) -> None:
@@ -29,20 +35,20 @@ def check_backends(program: Program) -> None:
     for graph in program.graphs.values():
         for node in graph.graph.nodes:
             if node.target in (attention_step._opoverload, attention_backward_step._opoverload):
-                for case in _cases(node):
-                    dispatch.choose(case)
+                _check_step(node)
 
 
-def _cases(node: fx.Node) -> Iterator[Case]:
-    """The blocks of a step."""
-    given: dict[str, Any] = {
-        argument.name: value
-        for argument, value in zip(node.target._schema.arguments, node.args, strict=False)  # type: ignore[union-attr]
-    }
+def _check_step(node: fx.Node) -> None:
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    given = {each.name: each.default_value for each in arguments}
+    given |= {each.name: value for each, value in zip(arguments, node.args, strict=False)} | node.kwargs
     q, v = given["q"].meta["val"], given["v"].meta["val"]
+    form = Form(given["params"] or (), None, given["score"], given["dropout"], trained=given.get("trained", 0))
+    if dispatch.step_kernel(q, v, given["mask"], form) is not None:
+        return
     found = blocks(given["mask"], tuple(given["q_intervals"]), tuple(given["k_intervals"]))
     for tile in {block.tile for block in found}:
-        yield dispatch.case_of(q, v, _BLOCK_MASK[tile])
+        dispatch.choose(dispatch.case_of(q, v, _BLOCK_MASK[tile] if form.is_plain else CHANGED))
 
 
 def attention_table(device: torch.device) -> list[str]:
@@ -54,12 +60,15 @@ def attention_table(device: torch.device) -> list[str]:
         for dims in ((64, 64), (128, 128), (192, 128)):
             name = str(dtype).removeprefix("torch.")
             chosen = []
-            for kind in _KINDS.values():
-                case = Case(device.type, capability, dtype, *dims, kind)
-                backend, passed_over = dispatch.explain(case)
+            for step, block in _KINDS.values():
+                backend, passed_over = dispatch.explain(Case(device.type, capability, dtype, *dims, step))
+                if backend not in dispatch.TAKE_STEPS:
+                    own = [each for each in passed_over if each[0] in dispatch.TAKE_STEPS]
+                    backend, of_blocks = dispatch.explain(Case(device.type, capability, dtype, *dims, block))
+                    passed_over = own + [each for each in of_blocks if each[0] not in dispatch.TAKE_STEPS]
                 chosen.append(backend)
                 for other, reason in passed_over:
-                    reasons.setdefault((other, reason), f"{name}, head dims {dims[0]} and {dims[1]}, mask {kind}")
+                    reasons.setdefault((other, reason), f"{name}, head dims {dims[0]} and {dims[1]}, mask {step}")
             rows.append((name, "{} and {}".format(*dims) if dims[0] != dims[1] else str(dims[0]), *chosen))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(f"{each:<{width}}" for each, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -42,7 +42,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import reference
 from .blocks import Block, Interval, blocks, pairs_of
-from .dispatch import block_kernel
+from .dispatch import block_kernel, step_kernel
 from .form import Changes, Form
 from .mask import Tile, parse_mask
 from .reference import accumulation_dtype
@@ -68,9 +68,8 @@ def _forward(
     """One kernel call: (out in q's or the accumulation dtype, lse), dead rows (0, -inf), any strides."""
     if 0 in q.shape[:3] or k.shape[2] == 0:
         return _empty_state(q, v)
-    if changes is not None:
-        return reference.forward(q, k, v, mask, is_causal, scale, changes)
-    return block_kernel(q, v, mask, is_causal).forward(q, k, v, mask, is_causal, scale)
+    kernel = block_kernel(q, v, mask, is_causal, changes)
+    return kernel.forward(q, k, v, mask, is_causal, scale, *([changes] if changes else []))
 
 
 def _backward(
@@ -89,9 +88,8 @@ def _backward(
     if 0 in q.shape[:3] or k.shape[2] == 0:
         trained = changes.form.params[: changes.form.trained] if changes else ()
         return [torch.zeros_like(each) for each in (q, k, v, *trained)]
-    if changes is not None:
-        return reference.backward(d_out, q, k, v, out, lse, mask, is_causal, scale, changes)
-    return list(block_kernel(q, v, mask, is_causal).backward(d_out, q, k, v, out, lse, mask, is_causal, scale))
+    kernel = block_kernel(q, v, mask, is_causal, changes)
+    return list(kernel.backward(d_out, q, k, v, out, lse, mask, is_causal, scale, *([changes] if changes else [])))
 
 
 def _contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -156,6 +154,11 @@ class Where(NamedTuple):
         return rows[slice(*block.rows)], columns[slice(*block.columns)]
 
 
+def _some(q: Tensor, k: Tensor) -> bool:
+    """Whether there are rows and columns."""
+    return 0 not in q.shape[:3] and k.shape[2] != 0
+
+
 def _part(x: Tensor, interval: Interval) -> Tensor:
     return x[:, :, slice(*interval)]
 
@@ -168,6 +171,9 @@ def _step(
     q: Tensor, k: Tensor, v: Tensor, carried: tuple[Tensor, Tensor] | None, where: Where, scale: float
 ) -> tuple[Tensor, Tensor]:
     """The state after the rows have attended the columns. What is carried is read only."""
+    kernel = step_kernel(q, v, where.mask, where.form)
+    if kernel is not None and _some(q, k):
+        return kernel.step(q, k, v, carried, *where, scale)
 
     def attend(block: Block) -> tuple[Tensor, Tensor]:
         q_rows, k_columns, v_columns = _part(q, block.rows), _part(k, block.columns), _part(v, block.columns)
@@ -195,6 +201,9 @@ def _backward_step(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, where: Where, scale: float
 ) -> list[Tensor]:
     """What the rows and columns contribute to the gradients, in the accumulation dtype."""
+    kernel = step_kernel(q, v, where.mask, where.form)
+    if kernel is not None and _some(q, k):
+        return kernel.backward_step(d_out, q, k, v, out, lse, *where, scale)
 
     def attend(block: Block) -> list[Tensor]:
         d_rows, q_rows, out_rows, lse_rows = (_part(x, block.rows) for x in (d_out, q, out, lse))

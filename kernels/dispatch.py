@@ -27,15 +27,18 @@ from torch import Tensor
 from evocompile.errors import KernelError
 
 from . import cpu, flash, reference, refusals
+from .form import Form
+from .triton import backend as triton
 
 VARIABLE = "EVOCOMPILE_ATTENTION_BACKEND"
-FULL, CAUSAL, TENSOR = "True", "k <= q", "a tensor"  # what a block's mask can be; a step's is any predicate
+# What a block's mask can be (a step's is any predicate), or that its scores are changed or its weights dropped.
+FULL, CAUSAL, TENSOR, CHANGED = "True", "k <= q", "a tensor", "any, with a score function or dropout"
 
 
 class Case(NamedTuple):
     """All that a choice depends on.
 
-    mask: text of a predicate for a step; FULL, CAUSAL or TENSOR for a block.
+    mask: text of a predicate for a step; FULL, CAUSAL, TENSOR or CHANGED for a block.
     """
 
     device: str
@@ -62,6 +65,7 @@ class Backend(NamedTuple):
 
 
 BACKENDS = (
+    Backend("triton", triton.refuses, triton),
     Backend("flash-attn-4", refusals.flash_attn_4, flash.four),
     Backend("flash-attn-3", refusals.flash_attn_3, flash.three),
     Backend("flash-attn-2", refusals.flash_attn_2, flash.two),
@@ -69,6 +73,7 @@ BACKENDS = (
     Backend("aten-cpu", refusals.aten_cpu, cpu),
     Backend("reference", lambda case: None, reference),
 )
+TAKE_STEPS = ("triton",)  # those that compute whole steps
 NAMES = tuple(each.name for each in BACKENDS)
 
 
@@ -78,9 +83,25 @@ def case_of(q: Tensor, v: Tensor, mask: str) -> Case:
     return Case(device, capability, q.dtype, q.shape[-1], v.shape[-1], mask)
 
 
-def block_kernel(q: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> Any:
+def block_kernel(q: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, changes: object | None) -> Any:
     """What has the `forward` and `backward` for this block."""
-    return choose(case_of(q, v, TENSOR if mask is not None else CAUSAL if is_causal else FULL)).kernel
+    kind = CHANGED if changes is not None else TENSOR if mask is not None else CAUSAL if is_causal else FULL
+    return choose(case_of(q, v, kind)).kernel
+
+
+def step_kernel(q: Tensor, v: Tensor, mask: str, form: Form) -> Any | None:
+    """What has the `step` and `backward_step` for a whole step under a predicate, or None: then it goes by blocks."""
+    return _step_kernel(case_of(q, v, mask), (form.score, form.dropout > 0, form.trained > 0), forced())
+
+
+@lru_cache(maxsize=1024)
+def _step_kernel(case: Case, form: tuple[str, bool, bool], name: str | None) -> Any | None:
+    if name not in (None, "triton"):
+        return None
+    reason = triton.refuses(case) or triton.refuses_form(*form)
+    if reason is not None and name == "triton":
+        raise _refusal(name, case, reason)
+    return triton if reason is None else None
 
 
 def choose(case: Case) -> Backend:
@@ -105,12 +126,15 @@ def _choose(case: Case, name: str | None) -> Backend:
     backend = BACKENDS[NAMES.index(name)]
     reason = backend.refuses(case)
     if reason is not None:
-        serving = ", ".join(each.name for each in BACKENDS if each.refuses(case) is None)
-        raise KernelError(
-            f"attention backend {name!r}, which was asked for, does not serve {case}: {reason}. Serving: {serving}. "
-            f"Leave out parallelize(attention_backend=…) and {VARIABLE} to have one chosen for each block"
-        )
+        raise _refusal(name, case, reason)
     return backend
+
+
+def _refusal(name: str, case: Case, reason: str) -> KernelError:
+    return KernelError(
+        f"attention backend {name!r}, which was asked for, does not serve {case}: {reason}. Leave out "
+        f"parallelize(attention_backend=…) and {VARIABLE} to have one chosen for each block"
+    )
 
 
 # ---- asking for a backend ----

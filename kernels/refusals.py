@@ -28,6 +28,13 @@ def importable(module: str) -> bool:
         return False
 
 
+def not_taken(mask: str) -> str | None:
+    """Why a kernel that knows no mask tensors, score functions or dropout does not serve a kind of block."""
+    if mask == "a tensor":
+        return "it takes no mask tensor"
+    return "it knows no score function and no dropout" if mask.startswith("any, ") else None
+
+
 def aten_cpu(case: Case) -> str | None:
     if case.device != "cpu":
         return f"it runs on cpu, not on {case.device}"
@@ -35,7 +42,7 @@ def aten_cpu(case: Case) -> str | None:
         return f"it takes no {_name(case.dtype)}"
     if case.head_dim != case.value_dim:
         return _ONE_HEAD_DIM
-    return None
+    return None if case.mask == "a tensor" else not_taken(case.mask)
 
 
 def aten_cuda(case: Case) -> str | None:
@@ -71,7 +78,9 @@ def _on_cuda(case: Case, module: str | None, majors: tuple[int, ...], largest: i
         return f"head dims are multiples of 8 up to {largest}"
     if case.head_dim != case.value_dim:
         return _ONE_HEAD_DIM
-    return "it takes no mask tensor" if case.mask not in ("True", "k <= q") else None
+    if case.mask in ("True", "k <= q"):
+        return None
+    return not_taken(case.mask) or "it serves full and causal blocks"
 
 
 def _name(dtype: torch.dtype) -> str:

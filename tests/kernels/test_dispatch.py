@@ -18,7 +18,7 @@ from evocompile.attention_backends import attention_table, check_backends
 from evocompile.capture import capture
 from evocompile.doctor import doctor
 from evocompile.kernels import cpu, dispatch, flash, reference, refusals
-from evocompile.kernels.dispatch import CAUSAL, FULL, TENSOR, VARIABLE, Case
+from evocompile.kernels.dispatch import CAUSAL, CHANGED, FULL, TENSOR, VARIABLE, Case
 from evocompile.pipeline import run_passes
 from tests.kernels.test_attention import SCALE, close, exact, make, ops
 
@@ -90,7 +90,7 @@ def test_a_backend_can_be_asked_for(calls: list[str], monkeypatch: pytest.Monkey
 
 def test_what_was_asked_for_and_does_not_serve_is_an_error() -> None:
     q, k, v, _ = make(dims=(16, 8))
-    with dispatch.use("aten-cpu"), pytest.raises(KernelError, match=r"one head dim\. Serving: reference\. Leave out"):
+    with dispatch.use("aten-cpu"), pytest.raises(KernelError, match=r"one head dim\. Leave out"):
         ops.attention(q, k, v, [], FULL, SCALE)
     with dispatch.use("flash-attn-2"), pytest.raises(KernelError, match="it runs on cuda, not on cpu"):
         ops.attention(q, k, v, [], FULL, SCALE)
@@ -125,15 +125,20 @@ def test_a_program_is_checked_before_it_runs() -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (case(), ["flash-attn-4", "flash-attn-3", "flash-attn-2", "aten-cuda", "reference"]),
-        (case(CAUSAL, capability=A100), ["flash-attn-2", "aten-cuda", "reference"]),
-        (case(capability=B200), ["flash-attn-4", "flash-attn-2", "aten-cuda", "reference"]),
+        (case(), ["triton", "flash-attn-4", "flash-attn-3", "flash-attn-2", "aten-cuda", "reference"]),
+        (case(CAUSAL, capability=A100), ["triton", "flash-attn-2", "aten-cuda", "reference"]),
+        (case(capability=B200), ["triton", "flash-attn-4", "flash-attn-2", "aten-cuda", "reference"]),
         (case(capability=(7, 5)), ["reference"]),
         (case(TENSOR), ["reference"]),
-        (case(dtype=torch.float32), ["reference"]),
-        (case(dims=(192, 128)), ["reference"]),
-        (case(dims=(256, 256)), ["flash-attn-3", "flash-attn-2", "aten-cuda", "reference"]),
-        (case(dims=(100, 100)), ["reference"]),
+        (case(CHANGED), ["reference"]),
+        (case("(k <= q) & (k > q - 9)"), ["triton", "reference"]),
+        (case("(k <= q) | (k <= 9)"), ["reference"]),
+        (case(dtype=torch.float32), ["triton", "reference"]),
+        (case(dtype=torch.float64), ["reference"]),
+        (case(dims=(192, 128)), ["triton", "reference"]),
+        (case(dims=(512, 512)), ["reference"]),
+        (case(dims=(256, 256)), ["triton", "flash-attn-3", "flash-attn-2", "aten-cuda", "reference"]),
+        (case(dims=(100, 100)), ["triton", "reference"]),
     ],
 )
 def test_who_serves_on_cuda(given: Case, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +154,7 @@ def test_the_doctor_says_who_serves_and_why(monkeypatch: pytest.MonkeyPatch) -> 
     text, _ = doctor()
     assert "bfloat16  64           aten-cpu" in text
     assert "not aten-cpu: q and v must have one head dim (first: bfloat16, head dims 192 and 128, mask True)" in text
-    assert attention_table(torch.device("mps"))[1].split()[2:] == ["reference"] * 3
+    assert attention_table(torch.device("mps"))[1].split()[2:] == ["reference"] * 6
     monkeypatch.setenv(VARIABLE, "flash")
     text, healthy = doctor()
     assert not healthy and f"problem: {VARIABLE}=flash: there are" in text
