@@ -19,9 +19,11 @@ from .plan import Plan, Shard
 # Last, as these functions take the place of the submodules of their names: `evocompile.compile` is the function,
 # `from evocompile.compile import …` still reaches the module.
 from .inspect import inspect  # isort: skip
+from .integrations import adapt  # isort: skip
 from .materialize import materialize  # isort: skip
 from .parallelize import compile, parallelize  # isort: skip
 from .passes.rules.custom import register_sharding_rule  # isort: skip
+from .unsharded import unsharded  # isort: skip
 
 __all__ = [
     "CaptureError",
@@ -37,10 +39,12 @@ __all__ = [
     "ShardingError",
     "StateError",
     "VerificationError",
+    "adapt",
     "compile",
     "inspect",
     "materialize",
     "pad_batch",
     "parallelize",
     "register_sharding_rule",
+    "unsharded",
 ]

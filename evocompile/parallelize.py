@@ -19,6 +19,7 @@ from .meeting import group_device, meet
 from .plan import Plan
 from .runtime import Backend, Options, ParallelForward, ParallelFunction, ParallelModel, parallel_forward
 from .state import shard_parameters, state_mesh
+from .unsharded import guard_methods
 
 log = logging.getLogger("evocompile")
 
@@ -136,6 +137,7 @@ def _install(module: nn.Module, plan: Plan | str, optimizer: Optimizer | None, o
     mesh = state_mesh(world, degree, (group_device() if on_meta else device).type)
     model = ParallelModel(module, plan, shard_parameters(module, mesh, degree, optimizer), None if on_meta else device)
     module.forward = ParallelForward(model, options)
+    guard_methods(module)
     return model
 
 

@@ -43,6 +43,7 @@ from .variant import Call, Variant, assemblies_of
 Backend = Literal["inductor", "eager"]
 
 log = logging.getLogger("evocompile")
+_MANY = 4  # programs without gradients that look like a cache that grows, or like lengths that are not padded
 
 
 class ParallelModel:
@@ -56,6 +57,7 @@ class ParallelModel:
         self.plan = plan
         self.watch = watch
         self.rank = dist.get_rank()
+        self.is_unsharded = False  # inside of `unsharded`
         self._device = device
         self._programs = 0
         self._ties = ties_of(module)
@@ -145,6 +147,8 @@ class ParallelCall:
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call with plain tensors, all on the model's device."""
+        if self.model.is_unsharded:
+            raise StateError("a loss function of a model cannot run inside of unsharded(model), where it is plain")
         device = self.model.device
         leaves = leaves_with_names(args, kwargs)
         for name, leaf in leaves:
@@ -179,6 +183,7 @@ class ParallelCall:
         if self.options.check:
             check_against_one_device(self, variant, args, kwargs)
         self._variants.insert(0, variant)
+        self._warn_of_many_programs()
         return variant
 
     def _difference(self, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Parts | None) -> str:
@@ -260,6 +265,16 @@ class ParallelCall:
         if finding is not None and self.rank == 0:
             warnings.warn(finding, stacklevel=self.frames)
 
+    def _warn_of_many_programs(self) -> None:
+        """A cache that grows is another signature with every token."""
+        if self.rank == 0 and sum(each.backward is None for each in self._variants) == _MANY:
+            warnings.warn(
+                f"{_MANY} programs were compiled for calls without gradients, one for each signature. To generate or "
+                "to evaluate with a cache, take the plain model meanwhile: with evocompile.unsharded(model): …; for "
+                "batches of many lengths, evocompile.pad_batch",
+                stacklevel=self.frames + 1,
+            )
+
     def _warn_of_outputs(self, variant: Variant) -> None:
         finding = variant.outputs_without_a_loss()
         if finding is not None and self.rank == 0:
@@ -314,4 +329,6 @@ class ParallelFunction(ParallelCall):
 def parallel_forward(module: nn.Module) -> ParallelForward | None:
     """The parallel forward of a module that has one."""
     forward = vars(module).get("forward")
-    return forward if isinstance(forward, ParallelForward) else None
+    while forward is not None and not isinstance(forward, ParallelForward):
+        forward = getattr(forward, "__wrapped__", None)  # as Accelerate puts autocast around it
+    return forward
