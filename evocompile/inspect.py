@@ -12,7 +12,7 @@ from .capture import capture
 from .errors import PlanError
 from .pipeline import run_passes
 from .plan import Plan
-from .printing import collectives_table, notes_table, summary
+from .printing import attention_table, collectives_table, notes_table, summary
 from .program import Program
 from .runtime import parallel_forward
 
@@ -28,7 +28,8 @@ class Inspection:
     stages: dict[str, str]
 
     def __str__(self) -> str:
-        parts = [summary(self.program), collectives_table(self.program), notes_table(self.program)]
+        parts = [summary(self.program), attention_table(self.program), collectives_table(self.program)]
+        parts.append(notes_table(self.program))
         parts.append(f"graphs, as text in .stages: {', '.join(self.stages)}")
         return "\n\n".join(part for part in parts if part)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .errors import PlanError
 
-ATTENTION_SCHEDULES = ("zigzag", "ring", "balanced")
+ATTENTION_SCHEDULES = ("zigzag", "ring", "balanced", "auto")
 RECOMPUTE = ("none",)
 OVERLAP = ("none",)
 PLACEMENTS = ("head-first", "context-first")
@@ -51,7 +51,9 @@ class Plan:
     inner_ring: ranks of the windows of a double ring (LoongTrain, section 4.4): a block of keys and values crosses to a
                 window once, and is handed on within it. Divides cp; 1 is the single ring.
     attention:  "zigzag" (two chunks a rank, equal causal work at every step), "balanced" (contiguous chunks, ranks
-                that would idle under a causal mask help others) or "ring" (contiguous chunks, for other masks).
+                that would idle under a causal mask help others), "ring" (contiguous chunks, for other masks), or
+                "auto": the order that the model's attentions take least time in, and for each attention the schedule
+                within it, by work and bytes. Under each, a rank fetches only the keys that its queries can see.
     tp, pp, recompute, overlap, microbatches: only their defaults are built yet.
     """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,6 +56,22 @@ def collectives_table(program: Program) -> str:
     return "\n".join(
         "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows
     )
+
+
+def attention_table(program: Program) -> str:
+    """The schedules of the attentions, equal ones together, with work and bytes of a forward and why they were chosen.
+
+    work: of the busiest rank over the mean.
+    """
+    counts = Counter(replace(each, source="") for each in program.attentions)
+    lines = [
+        f"{count} x {each.schedule} over {each.ranks} ranks, mask {each.mask}: {each.why}\n"
+        f"    {each.busy} of {each.steps} steps, work max/mean {each.imbalance:.3f}, "
+        f"{each.most_flops:,} FLOPs and {each.received:,} bytes received at most"
+        for each, count in counts.items()
+        if each.ranks > 1
+    ]
+    return "\n".join(["attention, forward:", *lines]) if lines else ""
 
 
 def notes_table(program: Program) -> str:

@@ -97,6 +97,34 @@ class Note:
     bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Attention:
+    """How one attention of the model is spread: what `inspect` says of it.
+
+    schedule, why: its name, and why it was chosen.
+    mask:          text of the predicate.
+    ranks:         how many share it; busy: of the `steps`, the most in which a rank computes.
+    most_flops:    of the forward, at the rank with the most; `flops`: of all these ranks.
+    received:      bytes of blocks and states in the forward, at the rank that gets the most.
+    """
+
+    schedule: str
+    why: str
+    mask: str
+    ranks: int
+    busy: int
+    steps: int
+    most_flops: int
+    flops: int
+    received: int
+    source: str
+
+    @property
+    def imbalance(self) -> float:
+        """Work of the busiest rank over the mean: 1 is even."""
+        return self.most_flops * self.ranks / self.flops if self.flops else 1.0
+
+
 Version = tuple[Layout, ...]  # one layout for each result of a node
 
 
@@ -147,6 +175,7 @@ class Program:
     forward:  placeholders: `inputs` without tangents; output: user outputs, buffer updates, then saved values.
     backward: placeholders: saved values, then tangents; output: one gradient (or None) per GRADIENT in `outputs`.
               `None` for programs that were captured without gradients.
+    attentions: by `split_attention`, in the graph's order: the schedule of each, and the work and bytes that it takes.
     facts:    names of what the passes so far provide (the contract that the driver checks).
     batch_parts: where the batch arrives in parts, one for each replica, the rows of each; else ().
     """
@@ -164,6 +193,7 @@ class Program:
     layouts: dict[fx.Node, Layout] = field(default_factory=dict)
     collectives: dict[fx.Node, Collective] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
+    attentions: list[Attention] = field(default_factory=list)
     facts: set[str] = field(default_factory=set)
     snapshots: list[Snapshot] = field(default_factory=list)
     batch_parts: tuple[int, ...] = ()
@@ -196,6 +226,7 @@ class Program:
             layouts={},
             collectives={},
             notes=list(self.notes),
+            attentions=[],
             facts=set(self.facts),
             snapshots=[],
         )

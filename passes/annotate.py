@@ -20,7 +20,6 @@ import torch
 from torch import fx
 
 from evocompile.layout import Axis, Factor, Layout, Sharding, Split
-from evocompile.plan import Plan
 from evocompile.program import (
     Annotations,
     Compute,
@@ -38,6 +37,7 @@ from evocompile.program import (
     source_line,
 )
 
+from .choose_schedule import sequence_split
 from .rules import dims_of
 from .rules.attention import ATTENTION, ATTENTION_BACKWARD, attention_solution
 from .rules.base import label_sizes, operands_of, result_shapes
@@ -54,19 +54,11 @@ def splits_of(program: Program) -> dict[str, Split]:
         if each.shape and "batch" not in splits and program.plan.dp > 1:
             splits["batch"] = Split("dp", program.plan.dp, "contiguous", each.shape[0])
         if len(each.shape) > 1 and "seq" not in splits and program.plan.cp * program.plan.ulysses > 1:
-            splits["seq"] = _sequence_split(program.plan, each.shape[1])
+            splits["seq"] = sequence_split(program, each.shape[1])
     if program.batch_parts:
         parts = program.batch_parts
         splits["batch"] = Split("dp", len(parts), "contiguous", sum(parts), parts)
     return splits
-
-
-def _sequence_split(plan: Plan, size: int) -> Split:
-    if plan.cp == 1:
-        return Split("ulysses", plan.ulysses, "contiguous", size)
-    order = "zigzag" if plan.attention == "zigzag" else "contiguous"
-    inner = ("ulysses", plan.ulysses) if plan.ulysses > 1 else ("", 1)
-    return Split("cp", plan.cp, order, size, (), *inner)
 
 
 def annotate(program: Program) -> Program:

@@ -215,7 +215,8 @@ def bounds(intervals: Intervals) -> list[int]:
     return [bound for interval in intervals for bound in interval]
 
 
-def work(schedule: Schedule) -> list[list[int]]:
+@lru_cache(maxsize=256)
+def work(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     """(query, key) pairs that are computed, by coordinate and step: the measure of balance."""
 
     def pairs(coordinate: int, job: Job | None) -> int:
@@ -224,4 +225,4 @@ def work(schedule: Schedule) -> list[list[int]]:
         queries, keys = bounds(schedule.queries[job.queries]), bounds(schedule.columns(coordinate, job))
         return sum(block.pairs for block in blocks(schedule.mask, tuple(queries), tuple(keys)))
 
-    return [[pairs(coordinate, job) for job in jobs] for coordinate, jobs in enumerate(schedule.jobs)]
+    return tuple(tuple(pairs(coordinate, job) for job in jobs) for coordinate, jobs in enumerate(schedule.jobs))

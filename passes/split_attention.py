@@ -87,7 +87,7 @@ def _replace_results(builder: Builder, node: fx.Node, results: Sequence[fx.Node]
 
 def _attention(builder: Builder, node: fx.Node, exchanged: dict[fx.Node, _SplitByHeads]) -> list[fx.Node]:
     call = call_of(node)
-    placing = placing_of(builder, node, call.q, call.k, call.mask)
+    placing = placing_of(builder, node)
     common, heads, dtype = _common(builder, call, placing.heads), placing.heads, call.q.meta["val"].dtype
     if heads is None:
         out, lse = _forward(builder, placing, common, call.q, call.k, call.v)
@@ -104,7 +104,7 @@ def _attention(builder: Builder, node: fx.Node, exchanged: dict[fx.Node, _SplitB
 def _attention_backward(builder: Builder, node: fx.Node, exchanged: dict[fx.Node, _SplitByHeads]) -> list[fx.Node]:
     call = call_of(node)
     assert isinstance(call, Backward)
-    placing = placing_of(builder, node, call.q, call.k, call.mask)
+    placing = placing_of(builder, node)
     common, heads = _common(builder, call, placing.heads), placing.heads
     dtypes = [each.meta["val"].dtype for each in (call.q, call.k, call.v, *call.form.params[: call.form.trained])]
     if heads is None:
