@@ -41,6 +41,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import reference
+from .band import band_mask
 from .blocks import Block, Interval, blocks, pairs_of
 from .dispatch import block_kernel, step_kernel
 from .form import Changes, Form
@@ -139,6 +140,9 @@ class Where(NamedTuple):
         """The bool mask of a masked block, broadcastable to (B, H, rows, columns)."""
         if block.tile is not Tile.MASKED:
             return None
+        band = band_mask(self.mask, block, self.q_intervals, self.k_intervals, q.device)
+        if band is not None:
+            return band
         rows, columns = self._positions(block, q.device)
         batch, heads = q.shape[:2]
         return parse_mask(self.mask).evaluate(
@@ -184,7 +188,7 @@ def _step(
     if todo and todo[0].rows == (0, q.shape[2]):  # all rows: no state has to be made or copied first
         state = attend(todo.pop(0))
         if carried:
-            state = reference.merge(*carried, *state)
+            state = reference.merge_into(*state, *carried)
     else:
         state = (carried[0].clone(), carried[1].clone()) if carried else _empty_state(q, v)
     out, lse = _contiguous(state[0], accumulation_dtype(q.dtype)), state[1].contiguous()

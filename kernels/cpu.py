@@ -23,12 +23,14 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """As `reference.forward`, but out is in q's dtype and neither result is contiguous."""
-    bias, is_causal = _bias(q, k, mask, is_causal)
+    mask, is_causal = _one_mask(q, k, mask, is_causal)
+    bias = _bias(q, mask)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         _unit_stride(q), _unit_stride(k), _unit_stride(v), 0.0, is_causal, attn_mask=bias, scale=scale
     )
-    if bias is not None:
-        lse = lse.masked_fill((bias == -math.inf).all(-1), -math.inf)
+    if mask is not None:
+        dead = ~mask.any(-1) if mask.dtype == torch.bool else (mask == -math.inf).all(-1)
+        lse = lse.masked_fill(dead, -math.inf)
     return out, lse
 
 
@@ -44,7 +46,7 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `reference.backward`, but the gradients are in q's dtype and not contiguous."""
-    bias, is_causal = _bias(q, k, mask, is_causal)
+    mask, is_causal = _one_mask(q, k, mask, is_causal)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         _unit_stride(d_out.to(q.dtype)),
         _unit_stride(q),
@@ -54,21 +56,26 @@ def backward(
         lse.masked_fill(lse == -math.inf, math.inf),
         0.0,
         is_causal,
-        attn_mask=bias,
+        attn_mask=_bias(q, mask),
         scale=scale,
     )
 
 
-def _bias(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool) -> tuple[Tensor | None, bool]:
-    """The mask as a 4-dimensional float tensor, with the causal condition in it when there are both."""
+def _one_mask(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool) -> tuple[Tensor | None, bool]:
+    """A mask of four dims with the causal condition in it when there are both."""
     if mask is None:
         return None, is_causal
     mask = with_causal(mask, is_causal, q.shape[2], k.shape[2], q.device)
     assert mask is not None
+    return mask[(None,) * (4 - mask.dim())], False
+
+
+def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:
+    """A mask as what is added to the scores."""
     dtype = accumulation_dtype(q.dtype)
-    if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
-    return mask.to(dtype)[(None,) * (4 - mask.dim())], False
+    if mask is None or mask.dtype != torch.bool:
+        return mask if mask is None else mask.to(dtype)
+    return torch.where(mask, torch.zeros((), dtype=dtype), -math.inf)
 
 
 def _unit_stride(x: Tensor) -> Tensor:

@@ -93,18 +93,21 @@ def merge_weight(lse: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
 
     Relative to the larger lse, so no positive number is exponentiated. Two dead rows merge to a dead row.
     """
-    larger = torch.maximum(lse, other_lse)
-    dead = larger == -math.inf
-    base = larger.masked_fill(dead, 0.0)
-    other = (other_lse - base).exp_()
-    total = (lse - base).exp_() + other
-    return larger + total.log().masked_fill_(dead, 0.0), other / total.masked_fill(dead, 1.0)
+    # 1 / (1 + exp(lse - other)); of two dead rows -inf - -inf is no number, and the weight is 0
+    weight = torch.sigmoid(other_lse - lse).nan_to_num_(0.0)
+    return torch.logaddexp(lse, other_lse), weight
 
 
 def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge two states (out, lse) of the same rows over different keys."""
     merged_lse, weight = merge_weight(lse, other_lse)
     return torch.lerp(out, other_out.to(out.dtype), weight.unsqueeze(-1)), merged_lse
+
+
+def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """As `merge`, in the memory of `out` where that has the accumulation dtype: fresh memory costs more than sums."""
+    merged_lse, weight = merge_weight(lse, other_lse)
+    return out.to(other_out.dtype).lerp_(other_out, weight.unsqueeze(-1)), merged_lse
 
 
 def _scaled(q: Tensor, k: Tensor, scale: float) -> Tensor:
