@@ -1,8 +1,11 @@
-"""Weights of a model that was parallelised on `meta`: made one module at a time, and cut at once."""
+"""Weights of a model that was parallelised on `meta`: made one module at a time and cut at once, or read by rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,13 +13,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .errors import StateError
+from .load_rows import load_rows, names_on_meta, put_shard
 from .meeting import group_device
 from .runtime import parallel_forward
 from .state import shard_tensor
 
 
 def materialize(
-    model: nn.Module, init: Callable[[nn.Module], object], *, device: torch.device | str | None = None
+    model: nn.Module,
+    init: Callable[[nn.Module], object] | None = None,
+    *,
+    weights: str | Path | None = None,
+    device: torch.device | str | None = None,
 ) -> nn.Module:
     """Give a model that was parallelised on `meta` its memory and values; the values are those of one device.
 
@@ -26,14 +34,30 @@ def materialize(
     draws. Typical: `lambda module: getattr(module, "reset_parameters", lambda: None)()`, or the `_init_weights` of a
     transformers model.
 
+    weights: a safetensors file, or a folder as transformers' `save_pretrained` writes it, with the names of the model's
+             `state_dict`. Of every parameter that is there a rank reads its own rows, and nothing else; `init` is then
+             called only for modules of which a parameter or a buffer is not there, and changes none that is.
     device: where to; default: this rank's accelerator if the process group serves it, else the CPU.
     Returns the model. Raises StateError for what is not parallelised, for parameters of other modules that `init`
-    writes to, and for parameters and buffers that it leaves without values.
+    writes to, for parameters and buffers that get no values, and for weights of another shape. Weights that the model
+    has no place for are named in a warning.
     """
     forward = parallel_forward(model)
     if forward is None:
         raise StateError("materialize() takes a model that parallelize() has returned")
-    maker = _Maker(forward.plan.shard_degrees.params, torch.device(device) if device else group_device(), init)
+    if init is None and weights is None:
+        raise StateError("materialize() takes an init function, a file of weights, or both")
+    place = torch.device(device) if device else group_device()
+    loaded = load_rows(model, weights, place) if weights is not None else set()
+    if init is None:
+        if missing := names_on_meta(model):
+            raise StateError(
+                f"{weights} has no {', '.join(map(repr, missing))}: pass an init function for the modules that hold "
+                "them, materialize(model, init, weights=…); for a transformers model its _init_weights"
+            )
+        forward.model.buffers_are_written()
+        return model
+    maker = _Maker(forward.plan.shard_degrees.params, place, init, loaded)
     model.apply(maker.visit)
     if maker.unwritten:
         raise StateError(
@@ -45,17 +69,30 @@ def materialize(
 
 
 class _Maker:
-    """Makes the tensors of the modules that it visits. unwritten: those that `init` has left as they came."""
+    """Makes the tensors of the modules that it visits. unwritten: those that `init` has left as they came.
 
-    def __init__(self, degree: int, device: torch.device, init: Callable[[nn.Module], object]) -> None:
+    loaded: ids of parameters and buffers that have their values already. Modules without others are passed over.
+    """
+
+    def __init__(
+        self,
+        degree: int,
+        device: torch.device,
+        init: Callable[[nn.Module], object],
+        loaded: AbstractSet[int] = frozenset(),
+    ) -> None:
         self._degree = degree
         self._device = device
         self._init = init
+        self._loaded = loaded
         self._made: dict[int, Tensor] = {}  # buffers by the id of what was on meta
         self._replaced: list[Tensor] = []  # keeps those ids taken
         self.unwritten: list[Tensor] = []
 
     def visit(self, module: nn.Module) -> None:
+        own = [*module._parameters.values(), *module._buffers.values()]
+        if self._loaded and all(each is None or id(each) in self._loaded for each in own):
+            return
         parameters = {name: each for name, each in module._parameters.items() if each is not None}
         new = [each for each in parameters.values() if each.device.type == "meta"]
         for name, each in parameters.items():
@@ -63,7 +100,8 @@ class _Maker:
         buffers = [self._buffer(module, name) for name, each in module._buffers.items() if each is not None]
         others = [each for each in module.parameters() if isinstance(each, DTensor)]
         before = [each._version for each in others]
-        self._init(module)
+        with _unchanged([each for each in module._buffers.values() if id(each) in self._loaded]):
+            self._init(module)
         for each, version in zip(others, before, strict=True):
             if each._version != version:
                 raise StateError(
@@ -73,12 +111,12 @@ class _Maker:
         for name, each in parameters.items():
             whole = module._parameters[name]
             assert whole is not None and isinstance(each, DTensor)
+            if id(each) in self._loaded:
+                module._parameters[name] = each
+                continue
             if any(each is other for other in new) and _is_unwritten(whole):
                 self.unwritten.append(each)
-            shard = shard_tensor(whole, each.device_mesh, self._degree)
-            attributes = dict(vars(each))
-            torch.utils.swap_tensors(each, nn.Parameter(shard, requires_grad=each.requires_grad))
-            vars(each).update(attributes)
+            put_shard(each, shard_tensor(whole, each.device_mesh, self._degree))
             module._parameters[name] = each
         self.unwritten += [
             buffer
@@ -87,7 +125,7 @@ class _Maker:
         ]
 
     def _whole(self, parameter: Tensor) -> Tensor:
-        if parameter.device.type == "meta":
+        if parameter.device.type == "meta" or id(parameter) in self._loaded:  # what init writes to that is dropped
             return _marked(parameter, self._device)
         assert isinstance(parameter, DTensor)
         with torch.no_grad():
@@ -105,6 +143,15 @@ class _Maker:
             self._replaced.append(buffer)
         module._buffers[name] = self._made[id(buffer)]
         return self._made[id(buffer)] if known is None else None
+
+
+@contextmanager
+def _unchanged(buffers: list[Tensor | None]) -> Iterator[None]:
+    """Buffers have their values again afterwards."""
+    before = [(each, each.clone()) for each in buffers if each is not None]
+    yield
+    for buffer, value in before:
+        buffer.copy_(value)
 
 
 def _marked(like: Tensor, device: torch.device) -> Tensor:
