@@ -117,6 +117,7 @@ def capture(
     refuse_data_dependence(dynamo.graph_module.graph)
 
     from .passes.attention_forms import make_attention_canonical
+    from .passes.masks.constants import mask_buffers
 
     make_attention_canonical(dynamo.graph_module)
     differentiable = _differentiable_outputs(dynamo.graph_module.graph)
@@ -128,6 +129,7 @@ def capture(
         inputs = [_in_parts(each, parts, shapes) for each in inputs]
     program = _program(joint, inputs, differentiable)
     program.batch_parts = parts.rows if parts else ()
+    program.constants = guards.add_constants(module, mask_buffers(program))
     _check_gradients(program, expected)
     names = tuple(each.name for each in inputs if each.kind is InputKind.PARAMETER)
     return Captured(program, names, forward, guards, dynamo)

@@ -48,6 +48,30 @@ def input_specs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tens
 
 
 @dataclass
+class Constant:
+    """A buffer whose values a program is for, as a mask that the model keeps."""
+
+    slot: Slot
+    values: Tensor
+
+    def __post_init__(self) -> None:
+        self._seen = self._present()
+
+    def _present(self) -> tuple[int, int] | None:
+        tensor = self.slot.tensor
+        return None if tensor is None else (id(tensor), tensor._version)
+
+    def holds(self) -> bool:
+        """Compared again only if the tensor was replaced or written to."""
+        tensor = self.slot.tensor
+        if tensor is None or self._present() != self._seen:
+            if tensor is None or tensor.shape != self.values.shape or not torch.equal(tensor.cpu(), self.values):
+                return False
+            self._seen = self._present()
+        return True
+
+
+@dataclass
 class Guards:
     """The conditions under which one capture holds. Made before the module's tensors are replaced by fakes.
 
@@ -59,6 +83,7 @@ class Guards:
     state: list[tuple[Slot, TensorSpec | None]]
     modules: list[tuple[str, Mapping[str, nn.Module | None], str, nn.Module | None]]
     dynamo: Any = field(default=None, init=False)
+    constants: list[Constant] = field(default_factory=list, init=False)
 
     @staticmethod
     def of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Guards:
@@ -74,11 +99,22 @@ class Guards:
         """Dynamo's guards; to be called while the fakes are still in place."""
         self.dynamo = build_guards(dynamo, replaced)
 
+    def add_constants(self, module: nn.Module, names: Sequence[str]) -> dict[str, Tensor]:
+        """Takes note of the values of these buffers, of those that have some; returns them, on the CPU."""
+        slots = [slot for slot in tensor_slots(module) if slot.name in names]
+        self.constants = [
+            Constant(slot, slot.tensor.detach().cpu().clone())
+            for slot in slots
+            if slot.tensor is not None and slot.tensor.device.type != "meta"
+        ]
+        return {each.slot.name: each.values for each in self.constants}
+
     def hold(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return (
             input_specs(args, kwargs) == self.inputs
             and all(holder.get(key) is child for _, holder, key, child in self.modules)
             and all(TensorSpec.of_state(slot.tensor) == spec for slot, spec in self.state)
+            and all(each.holds() for each in self.constants)
             and guards_hold(self.dynamo, {"forward": forward, "args": args, "kwargs": kwargs})
         )
 
@@ -99,6 +135,9 @@ class Guards:
         for slot, spec in self.state:
             if TensorSpec.of_state(slot.tensor) != spec:
                 return f"{slot.name!r} changed: {spec} at capture, {TensorSpec.of_state(slot.tensor)} now"
+        for constant in self.constants:
+            if not constant.holds():
+                return f"the buffer {constant.slot.name!r}, which an attention mask reads, has other values"
         failing = failing_guard(self.dynamo, {"forward": forward, "args": args, "kwargs": kwargs})
         if failing is None:
             return ""

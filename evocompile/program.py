@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from .layout import Layout, Sharding
 from .mesh import Mesh
@@ -178,6 +178,7 @@ class Program:
     attentions: by `split_attention`, in the graph's order: the schedule of each, and the work and bytes that it takes.
     facts:    names of what the passes so far provide (the contract that the driver checks).
     batch_parts: where the batch arrives in parts, one for each replica, the rows of each; else ().
+    constants: the values of the buffers that attention masks read; the program holds for these alone.
     """
 
     joint: fx.GraphModule | None
@@ -197,6 +198,7 @@ class Program:
     facts: set[str] = field(default_factory=set)
     snapshots: list[Snapshot] = field(default_factory=list)
     batch_parts: tuple[int, ...] = ()
+    constants: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def graphs(self) -> dict[str, fx.GraphModule]:

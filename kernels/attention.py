@@ -492,6 +492,43 @@ def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any, **_form: Any)
     return _operands_like(q, k, v, (given["params"] or ())[: given["trained"]])
 
 
+class _WithSink(torch.autograd.Function):
+    """Operators only, so that AOT traces through it: the attention, and plain arithmetic for the sink."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sink: Tensor, scale: float, *form: Any) -> Tensor:
+        params, seed, score, dropout, grids = form[0], *form[1:4], form[4]
+        alone, lse_alone = dense_attention(q, k, v, None, False, scale, params, seed, score, dropout, grids)
+        lse = torch.logaddexp(lse_alone, sink.to(lse_alone.dtype))
+        out = (alone * (lse_alone - lse).exp().unsqueeze(-1)).to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, sink)
+        ctx.form = scale, form
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        (d_out,), (q, k, v, out, lse, sink) = gradients, ctx.saved_tensors
+        scale, form = ctx.form
+        dq, dk, dv = dense_attention_backward(d_out, q, k, v, out, lse, None, False, scale, *form)
+        weight = (sink.to(lse.dtype) - lse).exp()
+        d_sink = -weight * (d_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+        return dq, dk, dv, d_sink.sum_to_size(sink.shape).to(sink.dtype), None, *[None] * len(form)
+
+
+def attention_with_sink(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor, scale: float, seed: Tensor | None, score: str, dropout: float,
+    grids: list[Tensor],
+) -> Tensor:  # fmt: skip
+    """The out of `dense_attention` where each row attends one key more, of value 0 and score `sink`.
+
+    sink: broadcastable to (B, H, S). It is the last state that is merged, (0, sink); the backward of the attention with
+    the merged out and lse is then right as it stands, and d_sink = -exp(sink - lse) · Σ d_out · out.
+    """
+    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
+        q, k, v = (each.to(torch.get_autocast_dtype(q.device.type)) for each in (q, k, v))
+    return _WithSink.apply(q, k, v, sink, scale, [], seed, score, dropout, grids)
+
+
 def _register_autocast(dispatch_key: str, device_type: str) -> None:
     """Under autocast q, k and v take its dtype, as torch does for scaled_dot_product_attention."""
 

@@ -215,7 +215,7 @@ def _numbers(dtype: torch.dtype, at: Positions) -> Any:
 
     def value(each: sympy.Basic, inner: Any) -> Any:
         match each:
-            case sympy.Rational():
+            case sympy.Rational() | sympy.core.numbers.Infinity() | sympy.core.numbers.NegativeInfinity():
                 return float(each)
             case where(args=(condition, held, otherwise)):
                 chosen = inner(condition)
@@ -277,6 +277,8 @@ def _read(node: ast.AST, text: str) -> Any:
             return sympy.Rational(*value.as_integer_ratio())
         case ast.Name(id="s"):
             return S
+        case ast.Name(id="inf"):
+            return sympy.oo
         case ast.Name(id=name) if name[0] == "x" and name[1:].isdecimal():
             return sympy.Symbol(name, real=True)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
@@ -316,6 +318,8 @@ def _text(number: sympy.Expr, tight: bool = False) -> str:
         case sympy.Integer():
             text = str(number)
             return f"({text})" if tight and number < 0 else text
+        case sympy.core.numbers.Infinity() | sympy.core.numbers.NegativeInfinity():
+            return "inf" if number > 0 else "(-inf)" if tight else "-inf"
         case sympy.Rational():
             text = repr(float(number))
             return f"({text})" if tight and number < 0 else text

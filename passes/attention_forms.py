@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import math
 import operator
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
+import sympy
 import torch
 from torch import Tensor, fx
 
 from evocompile.errors import CaptureError
+from evocompile.kernels.score import S
 from evocompile.program import source_line
 
+from . import written_attention
+from .written_attention import Leaves, Written
+
 _SDPA = torch.nn.functional.scaled_dot_product_attention
-_DENSE = torch.ops.evocompile.dense_attention.default
 _PARAMETERS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
@@ -30,6 +35,8 @@ def make_attention_canonical(gm: fx.GraphModule) -> None:
     for body in [each for each in gm.modules() if isinstance(each, fx.GraphModule)]:
         for node in body.graph.find_nodes(op="call_function", target=_SDPA):
             _replace_sdpa(node)
+        for softmax in written_attention.softmaxes(body.graph):
+            _replace_written(softmax)
         body.graph.lint()
         body.recompile()
 
@@ -46,23 +53,54 @@ def _replace_sdpa(node: fx.Node) -> None:
     if without_heads:
         q, k, v = (_before(node, torch.unsqueeze, each, 1) for each in (q, k, v))
         mask = _before(node, torch.unsqueeze, mask, 1) if mask is not None and len(_shape(mask)) == 3 else mask
-    else:
-        k, v = _unrepeated(k, v)
-    both = _before(node, _DENSE, q, k, v, mask, bool(given.get("is_causal", False)), scale)
-    out = _before(node, operator.getitem, both, 0)
-    if without_heads:
-        out = _before(node, torch.squeeze, out, 1)
-    node.replace_all_uses_with(out)
-    node.graph.erase_node(node)
-    for each, source in zip(unused, (k, v), strict=True):
-        _erase_down_to(each, source)
+    is_causal, dropout = bool(given.get("is_causal", False)), float(given.get("dropout_p", 0.0))
+    leaves = Leaves()
+    score: sympy.Expr = S
+    if mask is not None and _fake(mask).is_floating_point():
+        score, mask = S + leaves.symbol(mask, 4), None
+    found = Written(
+        node, q, k, v, _shape(q)[1], scale, score, leaves, dropout, mask=mask, is_causal=is_causal
+    )  # fmt: skip
+    _write(found)
+    _erase_unused(node)
+    for each in unused:
+        _erase_unused(each)
+
+
+def _write(found: Written) -> None:
+    """Puts the operator into the place of what was found."""
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        return _before(found.result, target, *args)
+
+    written_attention.replace(found, call, call, _unrepeated)
+
+
+def _replace_written(softmax: fx.Node) -> None:
+    """Makes the attention around a softmax canonical, if it is one."""
+    try:
+        found = written_attention.match(softmax)
+        _write(found)
+    except written_attention.NotAttention:
+        return
+    _erase_unused(found.result)
+
+
+def _erase_unused(node: fx.Node) -> None:
+    """Erases what was computed for the weights alone; what else the graph does stays."""
+    waiting = [node]
+    while waiting:
+        each = waiting.pop()
+        if each.users or each.op not in ("call_function", "call_method") or each._erased:
+            continue
+        waiting += each.all_input_nodes
+        each.graph.erase_node(each)
 
 
 def _check(node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None, given: dict[str, Any]) -> None:
     """Refuses what `dense_attention` does not do. torch itself has checked what it checks, at capture."""
-    dropout = given.get("dropout_p", 0.0)
-    if isinstance(dropout, fx.Node) or dropout > 0:
-        _refuse(node, f"attention dropout ({dropout}) is not built yet; set it to 0 in the model, or use eval()")
+    if isinstance(given.get("dropout_p"), fx.Node):
+        _refuse(node, "the probability of dropout is computed in the model; make it a number")
     shapes = [_shape(each) for each in (q, k, v)]
     if {len(shape) for shape in shapes} not in ({3}, {4}):
         _refuse(node, f"attention on shapes {shapes} is not built; make them (batch, heads, sequence, head size)")
@@ -72,8 +110,6 @@ def _check(node: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | No
         _refuse(node, f"numbers of heads {shapes} do not fit; repeat key and value heads to a divisor of the query's")
     if isinstance(given.get("scale"), fx.Node):
         _refuse(node, "the scale is computed in the model; multiply the queries with it and pass scale=1.0")
-    if mask is not None and _fake(mask).requires_grad:
-        _refuse(node, "the mask requires a gradient (a learned bias), which is not built; detach it or drop it")
 
 
 def _refuse(node: fx.Node, reason: str) -> NoReturn:
@@ -89,10 +125,15 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _before(node: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """Inserts a call before the node, as coming from the node's source line."""
-    with node.graph.inserting_before(node):
-        made = node.graph.call_function(target, args)
-    made.meta = {**node.meta, "example_value": target(*fx.map_arg(args, _fake))}
+    """Inserts a call of a function, or of a method by its name, before the node and as from its source line."""
+    fakes = fx.map_arg(args, _fake)
+    mode = getattr(_fake(node), "fake_mode", None) or nullcontext()
+    with node.graph.inserting_before(node), mode:
+        if isinstance(target, str):
+            made, value = node.graph.call_method(target, args), getattr(fakes[0], target)(*fakes[1:])
+        else:
+            made, value = node.graph.call_function(target, args), target(*fakes)
+    made.meta = {**node.meta, "example_value": value}
     return made
 
 
@@ -154,11 +195,3 @@ def _inserts_dim_2(node: fx.Node) -> bool:
     whole = slice(None)
     first, others = node.args[1][:3], node.args[1][3:]
     return first == (whole, whole, None) and all(each is Ellipsis or each == whole for each in others)
-
-
-def _erase_down_to(node: fx.Node, source: fx.Node) -> None:
-    """Erases a repetition that nothing uses any more."""
-    while node is not source and not node.users and node.op.startswith("call_"):
-        parent = node.all_input_nodes[0]
-        node.graph.erase_node(node)
-        node = parent

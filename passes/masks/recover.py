@@ -12,6 +12,7 @@ So the S×T mask is never built, whatever S is. What no rule proves is refused.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import sympy
@@ -22,12 +23,15 @@ from torch import Tensor, fx
 
 from evocompile.errors import MaskError
 from evocompile.kernels.mask import B, H, K, Mask, Q, table, table_index
+from evocompile.kernels.score import float_table
 from evocompile.program import source_line, val
 from evocompile.torch_private import is_fake, outside_fake_mode
 
+from ..build import fake_mode_of
+from .constants import band_of
 from .documents import position_ids, with_steps_of_one
 from .rules import Coordinates, broadcast, element, passes_on
-from .values import Cases, Domain, Unproven, Value, constant, single
+from .values import Cases, Domain, Unproven, Value, choose, constant, single, truth
 
 aten = torch.ops.aten
 
@@ -44,15 +48,19 @@ Layout = tuple[str, ...]  # for each dimension of a table's node: "batch", "posi
 class MaskRecovery:
     """Recovers masks of one shape (B, H, S, T) from one graph; masks and tables are shared between attentions."""
 
-    def __init__(self, graph_module: fx.GraphModule, domain: Domain) -> None:
+    def __init__(
+        self, graph_module: fx.GraphModule, domain: Domain, constants: Mapping[fx.Node, Tensor] | None = None
+    ) -> None:
         self.domain = domain
-        self._graph_module = graph_module
+        self.graph_module = graph_module
         self._values: dict[tuple[fx.Node, Coordinates], Value] = {}
         self._tables: list[tuple[fx.Node, Layout, int]] = []
         self._emitted: dict[tuple[fx.Node, Layout, int], fx.Node] = {}
         self._masks: dict[fx.Node, tuple[Mask, list[fx.Node]]] = {}
         self._computed: dict[fx.Node, Tensor] = {}
-        self._largest = _input_free(graph_module)
+        self.constants = constants or {}
+        self._computed.update(self.constants)
+        self._largest = _input_free(graph_module, self.constants)
         self._computed_size = 4 * domain.batch * max(domain.queries, domain.keys)  # room for a `diff` with its padding
 
     def recover(self, node: fx.Node | None, is_causal: bool = False) -> tuple[Mask, list[fx.Node]]:
@@ -66,6 +74,58 @@ class MaskRecovery:
         if is_causal:
             mask = Mask.of(self.domain.settle(mask.expression & (K <= Q)))
         return mask, tables[: mask.table_count]
+
+    # ---- what the recovery of score functions asks for
+
+    def condition(self, node: fx.Node | None, is_causal: bool) -> Boolean:
+        """Where a mask node lets attend, over this recovery's tables. Raises MaskError."""
+        known = sympy.true if node is None else self._condition(node)
+        return self.domain.settle(known & (K <= Q)) if is_causal else known
+
+    def as_condition(self, node: fx.Node) -> Boolean:
+        """Where a tensor over (b, h, q, k) is not 0. Raises MaskError."""
+        try:
+            return truth(self.domain, self.value(node, broadcast(val(node).shape, (B, H, Q, K))))
+        except Unproven as error:
+            raise refusal(next(iter(node.users)), str(error)) from None
+        except RecursionError:
+            raise refusal(node, "it takes too many operators") from None
+
+    def settled(self, condition: Boolean) -> Boolean:
+        """A condition in normal form, with what is known of position ids."""
+        return self.domain.settle(with_steps_of_one(self.domain.settle(condition), self._positions_of()))
+
+    def add_table(self, node: fx.Node, layout: Layout, length: int) -> int:
+        """The index of a table."""
+        entry = (node, layout, length)
+        if entry not in self._tables:
+            self._tables.append(entry)
+        return self._tables.index(entry)
+
+    def emit_table(self, index: int) -> fx.Node:
+        return self._emit(*self._tables[index])
+
+    def is_constant(self, node: fx.Node) -> bool:
+        """Whether no input enters a node."""
+        return node in self._largest
+
+    @property
+    def device(self) -> torch.device:
+        return next(val(node).device for node in self.graph_module.graph.nodes if isinstance(val(node), Tensor))
+
+    @property
+    def fake_mode(self) -> Any:
+        return fake_mode_of(self.graph_module.graph)
+
+    def finish(self, condition: Boolean, number: sympy.Expr) -> tuple[Mask, list[fx.Node], tuple[sympy.Expr]]:
+        """Mask and score function with their tables numbered from 0, and those tables."""
+        leaves = [leaf for each in (condition, number) for leaf in each.atoms(AppliedUndef)]
+        leaves = sorted((leaf for leaf in leaves if leaf.func.__name__[0] in "tf"), key=str)
+        used = list(dict.fromkeys(table_index(leaf) for leaf in leaves))
+        kinds = {"t": table, "f": float_table}
+        renamed = {leaf: kinds[leaf.func.__name__[0]](used.index(table_index(leaf)), leaf.args[1]) for leaf in leaves}
+        tables = [self._emit(*self._tables[index]) for index in used]
+        return Mask.of(condition.xreplace(renamed)), tables, (number.xreplace(renamed),)
 
     def _recover(self, node: fx.Node) -> tuple[Mask, list[fx.Node]]:
         if node not in self._masks:
@@ -83,9 +143,13 @@ class MaskRecovery:
     def _value(self, node: fx.Node, coordinates: Coordinates) -> Value:
         free = node in self._largest
         if free and self._largest[node] <= self._computed_size:
-            known = _read_off(self._compute(node), coordinates)
+            known = _read_off(self.compute(node), coordinates)
             if known is not None:
                 return known
+        if free and (node in self.constants or node.op == "get_attr"):
+            banded = self._band(self.compute(node), coordinates)
+            if banded is not None:
+                return banded
         layout = self._layout(node, coordinates)
         if layout and not free and not passes_on(node):
             return self._table(node, *layout)
@@ -97,7 +161,28 @@ class MaskRecovery:
         except (Unproven, MaskError) as error:
             if layout:
                 return self._table(node, *layout)
-            raise error if isinstance(error, MaskError) else _refusal(node, str(error)) from None
+            raise error if isinstance(error, MaskError) else refusal(node, str(error)) from None
+
+    def _band(self, tensor: Tensor, coordinates: Coordinates) -> Value | None:
+        """A stored S×T tensor of two values, one of them along a band of the diagonal; `None` for another one."""
+        if not {*coordinates} <= {Q, K, sympy.S.Zero} or Q not in coordinates or K not in coordinates:
+            return None
+        for dim, coordinate in reversed([*enumerate(coordinates)]):
+            if coordinate.is_number:
+                tensor = tensor.select(dim, int(coordinate))
+        tensor = tensor if coordinates.index(Q) < coordinates.index(K) else tensor.T
+        matrix = tensor[: self.domain.queries, : self.domain.keys]
+        values = matrix.unique()
+        if len(values) != 2:
+            return None
+        for chosen, other in ((values[1], values[0]), (values[0], values[1])):
+            band = band_of(matrix == chosen)
+            if band is not None:
+                (start_slope, start), (end_slope, end) = band
+                inside = (start + Q * (start_slope or 0) <= K) & (end + Q * (end_slope or 0) >= K)
+                held, otherwise = (constant(each.item(), matrix.dtype) for each in (chosen, other))
+                return choose(self.domain, self.domain.settle(inside), held, otherwise)
+        return None
 
     # ---- tables
 
@@ -154,33 +239,33 @@ class MaskRecovery:
         try:
             value = self.value(node, broadcast(fake.shape, (B, H, Q, K)))
         except Unproven as error:  # an input of the model, which has no source line
-            raise _refusal(next(iter(node.users)), str(error)) from None
+            raise refusal(next(iter(node.users)), str(error)) from None
         except RecursionError:
-            raise _refusal(node, "it takes too many operators") from None
+            raise refusal(node, "it takes too many operators") from None
         condition = self._attends(node, value) if isinstance(value, tuple) else value
         condition = self.domain.settle(with_steps_of_one(self.domain.settle(condition), self._positions_of()))
         outside = condition.xreplace(dict.fromkeys(condition.atoms(AppliedUndef), sympy.S.Zero))
         if B in outside.free_symbols:
-            raise _refusal(node, "it depends on the number of the batch row, not only on that row's data")
+            raise refusal(node, "it depends on the number of the batch row, not only on that row's data")
         return condition
 
     def _attends(self, node: fx.Node, value: Cases) -> Boolean:
         """Where an additive mask is 0. Elsewhere it must be -inf or as low as a finite number goes."""
         dtype = val(node).dtype
         if not dtype.is_floating_point:
-            raise _refusal(node, f"a mask of {dtype} is neither bool nor additive")
+            raise refusal(node, f"a mask of {dtype} is neither bool nor additive")
         lowest = max(torch.finfo(dtype).min, torch.finfo(torch.bfloat16).min)
         others = [number for _, number in value if number != 0]
         for number in others:
             if not number <= lowest:
-                raise _refusal(node, f"it adds {sympy.N(number, 6)} to scores, which is neither 0 nor -inf")
+                raise refusal(node, f"it adds {sympy.N(number, 6)} to scores, which is neither 0 nor -inf")
         condition = sympy.Or(*(condition for condition, number in value if number == 0))
-        if any(number != -sympy.oo for number in others) and not self._reaches_every_query(condition):
+        if any(number != -sympy.oo for number in others) and not self.reaches_every_query(condition):
             reason = "a query that attends nowhere would average over all keys: use a bool mask, or -inf"
-            raise _refusal(node, f"it masks with a finite number, {sympy.N(others[0], 6)}, and {reason}")
+            raise refusal(node, f"it masks with a finite number, {sympy.N(others[0], 6)}, and {reason}")
         return condition
 
-    def _reaches_every_query(self, condition: Boolean) -> bool:
+    def reaches_every_query(self, condition: Boolean) -> bool:
         """Whether every query attends to its own position, or every query to the first one, whatever the data."""
         own = self.domain.queries <= self.domain.keys and self.domain.settle(condition.xreplace({K: Q}))
         return sympy.true in (own, self.domain.settle(condition.xreplace({K: sympy.S.Zero})))
@@ -204,11 +289,11 @@ class MaskRecovery:
         with outside_fake_mode():
             queries, keys = torch.arange(self.domain.queries), torch.arange(self.domain.keys)
             said = mask.evaluate(queries, keys, [], self.domain.batch, self.domain.heads, "cpu")
-            true = self._compute(node)
+            true = self.compute(node)
             true = true if true.dtype == torch.bool else true == 0
             assert torch.equal(*torch.broadcast_tensors(said, true)), f"{mask} is not the mask {node}"
 
-    def _compute(self, node: fx.Node) -> Tensor:
+    def compute(self, node: fx.Node) -> Tensor:
         """The real value of a node that no input enters, on the CPU."""
         if node not in self._computed:
             with outside_fake_mode():
@@ -217,15 +302,15 @@ class MaskRecovery:
 
     def _run(self, node: fx.Node) -> Tensor:
         if node.op == "get_attr":
-            return _attribute(self._graph_module, node).detach().cpu()
-        args = fx.map_arg(node.args, self._compute)
-        kwargs = {**fx.map_arg(node.kwargs, self._compute)}
+            return _attribute(self.graph_module, node).detach().cpu()
+        args = fx.map_arg(node.args, self.compute)
+        kwargs = {**fx.map_arg(node.kwargs, self.compute)}
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
         return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _refusal(node: fx.Node, reason: str) -> MaskError:
+def refusal(node: fx.Node, reason: str) -> MaskError:
     what = node.target if node.op == "call_function" else node.name
     return MaskError(
         f"{source_line(node)}\n  An attention mask comes from here that cannot be proven to be a function of positions "
@@ -233,14 +318,16 @@ def _refusal(node: fx.Node, reason: str) -> MaskError:
     )
 
 
-def _input_free(graph_module: fx.GraphModule) -> dict[fx.Node, int]:
+def _input_free(graph_module: fx.GraphModule, constants: Mapping[fx.Node, Tensor]) -> dict[fx.Node, int]:
     """The nodes that depend on no input, each with the size of the largest tensor needed for it, in elements."""
     largest: dict[fx.Node, int] = {}
     for node in graph_module.graph.nodes:
         fake = node.meta.get("val")
         if not isinstance(fake, Tensor):
             continue
-        if node.op == "get_attr":
+        if node in constants:
+            known = True
+        elif node.op == "get_attr":
             real = _attribute(graph_module, node)
             known = isinstance(real, Tensor) and not is_fake(real)
         else:

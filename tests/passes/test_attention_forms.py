@@ -159,14 +159,22 @@ def test_two_attentions_share_repeated_heads() -> None:
     assert [_shape(node.args[1])[1] for node in nodes] == [HK, HK]
 
 
+@pytest.mark.parametrize("shape", [(S, S), (H, 1, S), (B, 1, S, S), (1, H, S, 1)])
+def test_a_learned_mask_gets_its_gradient(shape: tuple[int, ...]) -> None:
+    *inputs, bias = tensors((B, H, S, D), (B, HK, S, D), (B, HK, S, E), shape)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, bias, is_causal=False, enable_gqa=True)
+
+    check(attend, *inputs, bias, k=(B, HK, S, D))
+
+
 @pytest.mark.parametrize(
     ("arguments", "shapes", "reason"),
     [
-        ({"dropout_p": 0.1}, [(B, H, S, D)] * 3, "dropout"),
         ({}, [(1, B, H, S, D)] * 3, "attention on shapes"),
         ({}, [(S, D)] * 3, "attention on shapes"),
         ({}, [(B, H, S, D), (1, H, S, D), (1, H, S, D)], "batch sizes differ"),
-        ({"attn_mask": torch.zeros(S, S, dtype=torch.float64, requires_grad=True)}, [(B, H, S, D)] * 3, "learned bias"),
     ],
 )
 def test_refused_with_the_source_line(arguments: dict[str, Any], shapes: Any, reason: str) -> None:

@@ -1,0 +1,270 @@
+"""Written-out attention, every form against plain eager torch in float64 on the virtual cluster, with all gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from evocompile.capture import capture
+from evocompile.passes.rules.attention import ATTENTION, call_of
+from evocompile.passes.shard_states import shard_rows
+from evocompile.pipeline import run_passes
+from evocompile.plan import Plan
+from evocompile.program import InputKind, Program
+from evocompile.virtual import virtual_step
+
+BATCH, LENGTH, WIDTH, HEADS, DIM = 2, 13, 8, 4, 3
+LOWEST = torch.finfo(torch.float32).min  # as torch.where has it, whatever the scores' dtype
+CP3 = Plan(cp=3)
+Attend = Callable[..., Tensor]
+
+
+class Written(nn.Module):
+    """Projections around `attend(self, q, k, v, **inputs)`; q, k, v (B, H, S, D), H/2 heads of k and v."""
+
+    def __init__(self, attend: Attend, kv_heads: int = HEADS, **learned: Tensor) -> None:
+        super().__init__()
+        self.attend, self.kv_heads = attend, kv_heads
+        self.project = nn.Linear(WIDTH, (HEADS + 2 * kv_heads) * DIM, dtype=torch.float64)
+        self.back = nn.Linear(HEADS * DIM, WIDTH, bias=False, dtype=torch.float64)
+        for name, value in learned.items():
+            if value.requires_grad:
+                self.register_parameter(name, nn.Parameter(value.detach().clone()))
+            else:
+                self.register_buffer(name, value, persistent=False)
+
+    def forward(self, x: Tensor, **inputs: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        sizes = [HEADS * DIM, self.kv_heads * DIM, self.kv_heads * DIM]
+        q, k, v = (each.view(batch, length, -1, DIM).transpose(1, 2) for each in self.project(x).split(sizes, -1))
+        out = self.attend(self, q, k, v, **inputs)
+        return self.back(out.transpose(1, 2).reshape(batch, length, -1)).tanh()
+
+
+def run(model: nn.Module, inputs: dict[str, Tensor], plan: Plan) -> tuple[Tensor, dict[str, Tensor], Program, Program]:
+    """(output, whole gradients, rank 0's program, the canonical one) of out.sum().backward()."""
+    program = capture(model.forward, model, (), inputs).program
+    programs = [run_passes(program, plan, rank) for rank in range(plan.world)]
+    weights, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    rows = []
+    for rank, each_program in enumerate(programs):
+        row = []
+        for each in each_program.inputs:
+            if each.kind is InputKind.PARAMETER:
+                lo, hi = shard_rows(each.shape[0], plan.world, rank)
+                row.append(weights[each.name].detach()[lo:hi])
+            elif each.kind is InputKind.BUFFER:
+                row.append(buffers[each.name])
+            elif each.kind is InputKind.USER:
+                row.append(inputs[each.name])
+            elif each.kind is InputKind.SEED:
+                row.append(torch.tensor(5))
+        rows.append(row)
+    step = virtual_step(programs, rows)
+    gradients = {name: torch.cat([each[name] for each in step.gradients]) for name in weights}  # type: ignore[misc]
+    return step.outputs[0][0], gradients, programs[0], program
+
+
+def attentions(program: Program) -> list[Any]:
+    """The attention calls of a captured program, made canonical."""
+    from evocompile.passes.canonicalize import canonicalize
+
+    bound = canonicalize(program.bind(Plan(cp=2), rank=0))
+    assert bound.joint is not None
+    return [call_of(node) for node in bound.joint.graph.find_nodes(op="call_function", target=ATTENTION)]
+
+
+def check(model: nn.Module, mask: str | None, score: str | None = "s", plan: Plan = CP3, **inputs: Tensor) -> Program:
+    """One step equals one device's, and its attention has this mask and this score function."""
+    torch.manual_seed(0)
+    inputs = {"x": torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64), **inputs}
+    with sdpa_kernel(SDPBackend.MATH):  # the others' gradients are wrong where a finite mask leaves a row nothing
+        expected = model(**inputs)
+    expected.sum().backward()
+    out, gradients, program, captured = run(model, inputs, plan)
+    torch.testing.assert_close(out, expected.detach(), rtol=1e-10, atol=1e-10)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(
+            gradients[name], parameter.grad, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    (call,) = attentions(captured)
+    if mask is not None:
+        assert call.mask == mask
+    if score is not None:
+        assert call.form.score == score
+    return program
+
+
+def repeated(x: Tensor) -> Tensor:
+    """transformers' repeat_kv."""
+    batch, heads, length, dim = x.shape
+    return x[:, :, None].expand(batch, heads, HEADS // heads, length, dim).reshape(batch, HEADS, length, dim)
+
+
+def causal(length: int = LENGTH) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+def hugging_face(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    mask = torch.where(causal(), 0.0, LOWEST)[None, None]
+    weights = torch.matmul(q, repeated(k).transpose(2, 3)) * 0.3 + mask
+    weights = F.softmax(weights, dim=-1, dtype=torch.float64).to(q.dtype)
+    weights = F.dropout(weights, p=0.0, training=m.training)
+    return torch.matmul(weights, repeated(v))
+
+
+def nano_gpt(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+    att = att.masked_fill(m.bias[:, :, :LENGTH, :LENGTH] == 0, float("-inf"))
+    return F.softmax(att, dim=-1) @ v
+
+
+def mpt(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.matmul(q, k.transpose(-1, -2)) * 0.5 + m.alibi[:, :, -LENGTH:]
+    scores = scores.masked_fill(~causal(), LOWEST)
+    return torch.matmul(F.softmax(scores.double(), dim=-1).to(v.dtype), v)
+
+
+def bloom(m: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    batch = q.shape[0]
+    ones = torch.ones(batch, LENGTH) if attention_mask is None else attention_mask
+    steps = ((ones.cumsum(-1) - 1) * ones)[:, None, :]
+    alibi = (m.slopes[..., None] * steps).reshape(batch * HEADS, 1, LENGTH).double()
+    q, k, v = (each.reshape(batch * HEADS, -1, DIM) for each in (q, k, v))
+    scores = alibi.baddbmm(batch1=q, batch2=k.transpose(-1, -2), beta=1.0, alpha=0.5)
+    scores = scores.view(batch, HEADS, LENGTH, -1) + torch.where(causal(), 0.0, LOWEST)
+    weights = F.softmax(scores, dim=-1).view(batch * HEADS, LENGTH, -1)
+    return torch.bmm(weights, v).view(batch, HEADS, LENGTH, DIM)
+
+
+def falcon(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    distance = (torch.arange(LENGTH) - torch.arange(LENGTH)[:, None]).double()
+    scores = q @ k.transpose(-1, -2) + m.slopes[:, None, None] * distance
+    scores = scores * (1 / math.sqrt(DIM)) + torch.where(causal(), 0.0, -math.inf)
+    return F.softmax(scores, dim=-1) @ v
+
+
+def gemma2(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.matmul(q, repeated(k).transpose(2, 3)) * 0.5
+    scores = torch.tanh(scores / 2.0) * 2.0
+    positions = torch.arange(LENGTH)
+    window = causal() & (positions[:, None] - positions < 5)
+    return F.softmax(scores + torch.where(window, 0.0, LOWEST), dim=-1) @ repeated(v)
+
+
+def gpt_oss(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.matmul(q, repeated(k).transpose(2, 3)) * 0.5 + torch.where(causal(), 0.0, LOWEST)
+    sinks = m.sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[-2], -1)
+    combined = torch.cat([scores, sinks], dim=-1)
+    combined = combined - combined.max(dim=-1, keepdim=True).values
+    weights = F.softmax(combined, dim=-1, dtype=combined.dtype)[..., :-1]
+    return torch.matmul(F.dropout(weights, p=0.0, training=m.training), repeated(v))
+
+
+def t5(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    distance = torch.arange(LENGTH)[None, :] - torch.arange(LENGTH)[:, None]
+    back = -torch.min(distance, torch.zeros_like(distance))
+    large = 4 + (torch.log(back.float() / 4) / math.log(20 / 4) * 4).to(torch.long)
+    buckets = torch.where(back < 4, back, torch.min(large, torch.full_like(large, 7)))
+    bias = F.embedding(buckets, m.table).permute([2, 0, 1]).unsqueeze(0)
+    bias = bias + torch.where(causal(), 0.0, LOWEST)[None, None]
+    scores = torch.matmul(q, k.transpose(3, 2))
+    scores += bias
+    return torch.matmul(F.softmax(scores, dim=-1).type_as(scores), v)
+
+
+def vit(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q * DIM**-0.5 @ k.mT).softmax(-1) @ v
+
+
+def swin(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return ((q @ k.mT) / 3.0 + m.bias.unsqueeze(0)).softmax(-1) @ v
+
+
+def alibi_and_mask_in_one(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    infinite = torch.full((LENGTH, LENGTH), -torch.inf).triu(1)
+    distance = torch.arange(LENGTH) - torch.arange(LENGTH)[:, None]
+    mask = m.slopes[:, None, None] * distance + infinite
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def per_key(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT * m.temperature + m.of_keys + m.of_heads[:, None, None]
+    return torch.where(causal(), scores, -torch.inf).softmax(-1) @ v
+
+
+def leaf(*shape: int, seed: int = 3) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+SLOPES = 2.0 ** -torch.arange(1, HEADS + 1).double()
+TRIL = torch.ones(32, 32).tril().view(1, 1, 32, 32)
+ALIBI = SLOPES[:, None, None] * torch.arange(-31, 1)
+CASES: dict[str, tuple[Callable[[], Written], str | None, str | None]] = {
+    "hugging face": (lambda: Written(hugging_face, 2), "k <= q", "s"),
+    "nanoGPT": (lambda: Written(nano_gpt, bias=TRIL), "k <= q", "s"),
+    "MPT": (lambda: Written(mpt, alibi=ALIBI), "k <= q", "s + p0(h, k)"),
+    "Bloom": (lambda: Written(bloom, slopes=SLOPES), "k <= q", "s + p0(h, b, k)"),
+    "Falcon": (lambda: Written(falcon, slopes=SLOPES), "k <= q", None),
+    "Gemma2": (lambda: Written(gemma2, 2), "(k <= q) & (k > q - 5)", "2*tanh(s)"),
+    "gpt-oss": (lambda: Written(gpt_oss, 2, sinks=leaf(HEADS)), "k <= q", "s"),
+    "T5": (lambda: Written(t5, table=leaf(8, HEADS)), "k <= q", "s + p0(h, t0(b, k - q + 12))"),
+    "ViT": (lambda: Written(vit), "True", "s"),
+    "Swin": (lambda: Written(swin, bias=leaf(HEADS, LENGTH, LENGTH)), "True", "s + p0(h, k + 13*q)"),
+    "ALiBi and mask": (lambda: Written(alibi_and_mask_in_one, slopes=SLOPES), "k <= q", "s + p0(h, k - q + 12)"),
+    "learned": (
+        lambda: Written(per_key, temperature=leaf(1), of_keys=leaf(LENGTH), of_heads=leaf(HEADS)), "k <= q", None,
+    ),
+}  # fmt: skip
+
+
+def padded_sdpa(m: Any, q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
+    """BERT's mask: a finite number, so a row of padding alone averages over all keys."""
+    mask = (1.0 - real[:, None, None, :].double()) * LOWEST
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def padded_eager(m: Any, q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
+    allowed = causal() & real[:, None, None, :].bool()
+    scores = q @ k.mT + torch.where(allowed, 0.0, LOWEST)
+    return scores.softmax(-1) @ v
+
+
+def padded_window(m: Any, q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
+    positions = torch.arange(LENGTH)
+    allowed = causal() & (positions[:, None] - positions < 3) & real[:, None, None, :].bool()
+    return (q @ k.mT).masked_fill(~allowed, LOWEST).softmax(-1) @ v
+
+
+def padded_infinite(m: Any, q: Tensor, k: Tensor, v: Tensor, real: Tensor) -> Tensor:
+    allowed = causal() & real[:, None, None, :].bool()
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+
+
+REAL = torch.ones(BATCH, LENGTH, dtype=torch.int64)
+REAL[0, :4] = 0
+REAL[1, -3:] = 0
+REAL[1, 0] = 0
+
+
+@pytest.mark.parametrize("attend", [padded_sdpa, padded_eager, padded_window, padded_infinite])
+@pytest.mark.parametrize("real", [REAL, REAL * torch.tensor([[0], [1]]), REAL * 0])
+def test_rows_that_attend_nowhere(attend: Attend, real: Tensor) -> None:
+    """A finite mask averages over all keys there, with gradients; an infinite one gives 0. Padding on both sides."""
+    torch.manual_seed(2)
+    check(Written(attend), None, None, real=real)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_form_equals_one_device(name: str) -> None:
+    build, mask, score = CASES[name]
+    torch.manual_seed(1)
+    program = check(build(), mask, score, Plan(cp=3) if len(name) % 2 else Plan(dp=2, cp=2))
+    assert not program.notes
