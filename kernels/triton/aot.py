@@ -1,6 +1,7 @@
 """Compiling the kernels ahead of time, for architectures that need not be there: registers, stack, instructions.
 
     python -m evocompile.kernels.triton.aot sm_90 sm_100      # one JSON object per line
+    python -m evocompile.kernels.triton.aot sm_90:32,256      # for these head dims, the MASKED variants alone
 
 Cannot share a process with Triton's interpreter. Results are kept in TRITON_CACHE_DIR.
 """
@@ -111,7 +112,8 @@ def _read(kernel: Kernel) -> int:
         return kernel.read
     if kernel.name == "specialised":
         return tiles.DEVICE_DESCRIPTORS.value
-    return tiles.DESCRIPTORS.value if int(kernel.arch[3:]) >= 90 else tiles.POINTERS.value
+    bulk = int(kernel.arch[3:]) >= 90 and kernel.dtype != "fp32"  # as `launch._readable` chooses
+    return tiles.DESCRIPTORS.value if bulk else tiles.POINTERS.value
 
 
 def _constants(kernel: Kernel) -> dict[str, Any]:
@@ -169,12 +171,16 @@ def _usage(cubin: bytes) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"\b(REG|STACK):(\d+)", text)}
 
 
-def _reports(architectures: list[str]) -> Iterator[dict[str, Any]]:
-    for arch in architectures:
-        for kernel in kernels(arch):
-            yield report(kernel)
+def _reports(wanted: list[str]) -> Iterator[dict[str, Any]]:
+    for each in wanted:
+        arch, _, dims = each.partition(":")
+        if dims:
+            found = [kernel for kernel in kernels(arch, tuple(map(int, dims.split(",")))) if kernel.masked]
+        else:
+            found = kernels(arch)
+        yield from map(report, found)
 
 
 if __name__ == "__main__":
-    for each in _reports(sys.argv[1:] or list(ARCHITECTURES)):
-        print(json.dumps(each), flush=True)
+    for line in _reports(sys.argv[1:] or list(ARCHITECTURES)):
+        print(json.dumps(line), flush=True)

@@ -334,8 +334,9 @@ def _readable(read: int | None, *operands: tuple[Tensor, int], specialize: bool 
         return tiles.DEVICE_DESCRIPTORS.value, [x for x, _ in units]
     fits = all(_describable(x) for x, _ in units)
     if read is None:
-        major = _major(units[0][0])
-        read = tiles.DESCRIPTORS.value if fits and major is not None and major >= 9 else tiles.POINTERS.value
+        # 4-byte inputs: with descriptors the backward kernels spill heavily, with pointers hardly
+        bulk = fits and (_major(units[0][0]) or 0) >= 9 and units[0][0].dtype.itemsize == 2
+        read = tiles.DESCRIPTORS.value if bulk else tiles.POINTERS.value
     if read != tiles.DESCRIPTORS.value:
         return read, [x for x, _ in units]
     assert fits

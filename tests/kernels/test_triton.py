@@ -35,13 +35,13 @@ def test_numbers_in_the_interpreter() -> None:
 @pytest.fixture(scope="module")
 def compiled() -> list[dict[str, Any]]:
     """What the kernels become for three architectures, none of which is here."""
-    lines = run(["-m", "evocompile.kernels.triton.aot", "sm_80", "sm_90", "sm_100"]).splitlines()
+    lines = run(["-m", "evocompile.kernels.triton.aot", "sm_80", "sm_90", "sm_100", "sm_90:32,256"]).splitlines()
     return [json.loads(line) for line in lines]
 
 
 def test_they_compile_without_spills(compiled: list[dict[str, Any]]) -> None:
     assert {each["arch"] for each in compiled} == {"sm_80", "sm_90", "sm_100"}
-    assert {each["head_dim"] for each in compiled} == {64, 128}
+    assert {each["head_dim"] for each in compiled} == {32, 64, 128, 256}
     names = {f"{kernel} {variant}" for kernel in ("forward", "dkdv", "dq") for variant in ("FULL", "MASKED")}
     for arch in ("sm_80", "sm_90", "sm_100"):
         assert names <= {each["name"] for each in compiled if each["arch"] == arch}
@@ -54,7 +54,9 @@ def test_they_use_what_the_architecture_has(compiled: list[dict[str, Any]]) -> N
     for each in compiled:
         if each["name"] == "prepare":
             continue
-        assert each["wgmma"] == (each["arch"] == "sm_90"), each
+        # wgmma takes 64 rows at once, which at head dim 256 the registers do not hold in dk/dv
+        small = each["head_dim"] == 256 and each["name"].startswith("dkdv")
+        assert each["wgmma"] == (each["arch"] == "sm_90" and not small), each
         assert each["tcgen05"] == (each["arch"] == "sm_100"), each
         assert each["tma"] == (each["arch"] != "sm_80"), each
         assert each["setmaxnreg"] == each["name"].startswith("specialised"), each
