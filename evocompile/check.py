@@ -49,7 +49,7 @@ def check_against_one_device(
         whole_call = call.model.local_inputs.whole_call(args, kwargs, variant.parts)
     with _whole_state(module), call.as_on_one_device():
         expected = _step(module, call.original(*whole_call[0], **whole_call[1]))
-    with _buffers_kept(module):
+    with _buffers_kept(module), call.model.states.set_aside():
         found = _step(module, variant(args, kwargs))
     problem = _difference(found, expected, TOLERANCES[precision(variant.captured.program)])
     problems = [each for each in gather_from_ranks(problem) if each is not None]

@@ -57,7 +57,7 @@ def materialize(
             )
         forward.model.buffers_are_written()
         return model
-    maker = _Maker(forward.plan.shard_degrees.params, place, init, loaded)
+    maker = _Maker(forward.plan.shard_degrees.optimizer, place, init, loaded)
     model.apply(maker.visit)
     if maker.unwritten:
         raise StateError(

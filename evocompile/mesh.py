@@ -64,6 +64,11 @@ class Mesh:
         first = rank // degree * degree
         return tuple(range(first, first + degree))
 
+    def nested_group(self, rank: int, inner: int, outer: int) -> tuple[int, ...]:
+        """The ranks of one shard group of degree `outer` whose shards over `outer` make up this rank's over `inner`."""
+        first = rank // outer * outer
+        return tuple(range(first + rank % inner, first + outer, inner))
+
     def replica_group(self, rank: int, degree: int) -> tuple[int, ...]:
         """The ranks that hold the same shard as `rank` when states are sharded over `degree` ranks."""
         return tuple(range(rank % degree, self.world, degree))

@@ -133,7 +133,7 @@ def _install(module: nn.Module, plan: Plan | str, optimizer: Optimizer | None, o
             "the model is on the meta device, where an optimizer has nothing to train: give the weights values after "
             "parallelize(), then build the optimizer"
         )
-    degree = plan.shard_degrees.params
+    degree = plan.shard_degrees.optimizer
     mesh = state_mesh(world, degree, (group_device() if on_meta else device).type)
     model = ParallelModel(module, plan, shard_parameters(module, mesh, degree, optimizer), None if on_meta else device)
     module.forward = ParallelForward(model, options)

@@ -16,9 +16,15 @@ PLACEMENTS = ("head-first", "context-first")
 
 @dataclass(frozen=True)
 class Shard:
-    """Over how many ranks each state is sharded: 1 replicates it, the number of replicas shards it fully.
+    """Over how many ranks each state is sharded: 1 replicates it, the number of replicas R shards it fully.
 
-    Today the three degrees must be equal (ZeRO-3 over that many ranks, replicated over the rest).
+    params:    P, the parameters that a rank computes with; gathered within P ranks where they are used.
+    grads:     G, the gradients while they are accumulated; reduced and scattered within G ranks in each micro-batch.
+    optimizer: O, the optimizer's parameters and state; gradients are reduced on to it in the last micro-batch, and
+               parameters come back from it once a step.
+
+    Nested: P divides G, G divides O, O divides R; each is over consecutive ranks, so those of a node first. (1, 1, 1)
+    is data parallelism (DDP), (1, 1, R) ZeRO-1, (1, R, R) ZeRO-2, (R, R, R) ZeRO-3, (D, D, D) HSDP or MiCS.
     """
 
     params: int = 1
@@ -29,10 +35,9 @@ class Shard:
         for name, degree in dataclasses.asdict(self).items():
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
                 raise PlanError(f"Shard.{name} must be a positive number of ranks, got {degree!r}")
-        if not self.params == self.grads == self.optimizer:
+        if self.grads % self.params or self.optimizer % self.grads:
             raise PlanError(
-                f"{self}: separate degrees for parameters, gradients and optimizer state are not built yet; "
-                "give all three the same number"
+                f"{self}: the degrees are nested, so params must divide grads, and grads must divide optimizer"
             )
 
 
@@ -42,7 +47,7 @@ class Plan:
 
     dp:         replicas that each take a part of the batch.
     cp:         ranks that split the sequence and exchange key/value blocks.
-    shard:      degree of the parameter, gradient and optimizer shards; `None` means over all dp * cp * ulysses ranks.
+    shard:      degrees of parameter, gradient and optimizer shards; `None`: all three over all dp * cp * ulysses ranks.
     ulysses:    ranks that split the sequence and exchange it for heads around every attention (all-to-all). The
                 sequence is split over cp * ulysses ranks together; blocks are exchanged among the cp ranks of equal
                 heads. Heads need not divide: ranks hold uneven numbers of them, and the key/value heads that they need.
@@ -94,8 +99,10 @@ class Plan:
             raise PlanError(
                 "Plan.inner_ring is for the rings, not for attention='balanced', whose blocks are not handed on"
             )
-        if self.shard is not None and self.replicas % self.shard.params:
-            raise PlanError(f"{self.shard} does not divide the {self.replicas} replicas dp*cp*ulysses of this plan")
+        if self.shard is not None and self.replicas % self.shard.optimizer:
+            raise PlanError(
+                f"{self.shard}: optimizer does not divide the {self.replicas} replicas dp*cp*ulysses of this plan"
+            )
 
     def __str__(self) -> str:
         """The plan as one would write it: what has its default is left out."""

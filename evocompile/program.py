@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from .layout import Layout, Sharding
 from .mesh import Mesh
 from .plan import Plan
+from .precision import Precision
 
 
 class InputKind(Enum):
@@ -44,6 +45,7 @@ class Input:
     name:  fully qualified name of a parameter or buffer; path of a user input ("input_ids"); for a tangent the
            name of its output.
     shape: global shape.
+    dtype: in which the graph computes with it. held: that of a parameter in the optimizer, where it is another one.
     is_part: a user input of which each replica passes its own rows of dim 0 (`Program.batch_parts`).
     """
 
@@ -53,6 +55,11 @@ class Input:
     dtype: torch.dtype
     requires_grad: bool = False
     is_part: bool = False
+    held: torch.dtype | None = None
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        return self.held or self.dtype
 
 
 @dataclass(frozen=True)
@@ -176,6 +183,9 @@ class Program:
     backward: placeholders: saved values, then tangents; output: one gradient (or None) per GRADIENT in `outputs`.
               `None` for programs that were captured without gradients.
     attentions: by `split_attention`, in the graph's order: the schedule of each, and the work and bytes that it takes.
+    first, inner, last: variants of forward and backward for accumulation and the refresh of parameters
+              (passes/micro_batches.py); `None` where they would not differ.
+    precision: the types of computation, reduction and accumulation.
     facts:    names of what the passes so far provide (the contract that the driver checks).
     batch_parts: where the batch arrives in parts, one for each replica, the rows of each; else ().
     constants: the values of the buffers that attention masks read; the program holds for these alone.
@@ -189,6 +199,10 @@ class Program:
     rank: int
     forward: fx.GraphModule | None = None
     backward: fx.GraphModule | None = None
+    first: fx.GraphModule | None = None
+    inner: fx.GraphModule | None = None
+    last: fx.GraphModule | None = None
+    precision: Precision = field(default_factory=Precision)
     sharding: Sharding | None = None
     annotations: Annotations | None = None
     layouts: dict[fx.Node, Layout] = field(default_factory=dict)
@@ -203,7 +217,14 @@ class Program:
     @property
     def graphs(self) -> dict[str, fx.GraphModule]:
         """The graphs that exist now, by name."""
-        named = {"joint": self.joint, "forward": self.forward, "backward": self.backward}
+        named = {
+            "joint": self.joint,
+            "first": self.first,
+            "forward": self.forward,
+            "backward": self.backward,
+            "inner": self.inner,
+            "last": self.last,
+        }
         return {name: graph for name, graph in named.items() if graph is not None}
 
     @property

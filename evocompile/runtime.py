@@ -24,7 +24,7 @@ from .attention_backends import check_backends
 from .capture import Captured, capture
 from .check import check_against_one_device
 from .collectives import Communicators, program_events
-from .compile import compile_graph
+from .compile import CompiledGraph, compile_graph
 from .errors import InputError, StateError
 from .kernels import dispatch
 from .lazy import LazyOutput
@@ -33,10 +33,12 @@ from .meeting import check_sharded, meet_again, ties_of
 from .mesh import Mesh
 from .pipeline import run_passes
 from .plan import Plan
+from .precision import Precision
 from .program import Program
 from .progress import Progress
 from .same_call import NEW, SameCall
 from .state import OptimizerWatch
+from .states import States, install
 from .torch_private import leaves_with_names, map_leaves
 from .variant import Call, Variant, assemblies_of
 
@@ -58,6 +60,8 @@ class ParallelModel:
         self.watch = watch
         self.rank = dist.get_rank()
         self.is_unsharded = False  # inside of `unsharded`
+        self.states = States(plan, self.rank, Precision())
+        install(module, self.states)
         self._device = device
         self._programs = 0
         self._ties = ties_of(module)
@@ -67,7 +71,7 @@ class ParallelModel:
     def device(self) -> torch.device:
         """Where the model computes. Collective at the first question after its weights were on `meta`."""
         if self._device is None:
-            self._device = meet_again(self.module, self.plan.shard_degrees.params, self._ties, self._on_meta)
+            self._device = meet_again(self.module, self.plan.shard_degrees.optimizer, self._ties, self._on_meta)
         return self._device
 
     @functools.cached_property
@@ -120,6 +124,7 @@ class ParallelCall:
     @torch.compiler.disable(reason="a parallelised model is compiled already")
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._checked(args, kwargs)
+        self.model.states.check_no_step()
         if torch.is_grad_enabled():
             self._warn_of_stale_optimizer()
         return self._variant(*call)(*call)
@@ -170,7 +175,13 @@ class ParallelCall:
                 (each for each in self._variants if each.signature == passed and each.captured.matches(args, kwargs)),
                 None,
             )
-            self.model.same_call.check(NEW if found is None else found.number, args, kwargs, in_parts=in_parts)
+            states = self.model.states
+            number = NEW if found is None else found.number
+            fresh = self.model.same_call.check(
+                number, args, kwargs, in_parts=in_parts, synchronise=states.synchronise, fresh=states.is_fresh()
+            )
+            if not fresh:
+                states.refresh()
             if found is not None:
                 self._variants.remove(found)
                 self._variants.insert(0, found)
@@ -203,20 +214,22 @@ class ParallelCall:
             captured, program = self._agreed_program(args, kwargs, parts, progress)
             assemblies = assemblies_of(program)
             communicators.create(set().union(*(each.all_groups for each in assemblies.values())))
-            graphs = [
-                compile_graph(communicators.resolve(graph), backend=self.options.backend, progress=progress)
-                for graph in (program.forward, program.backward)
-                if graph is not None
-            ]
+
+        def compiled(name: str) -> CompiledGraph:
+            with Progress(shown=self.rank == 0) as progress:
+                graph = communicators.resolve(program.graphs[name])
+                return compile_graph(graph, backend=self.options.backend, progress=progress)
+
         model = self.model
         return Variant(
             model.next_number(),
             captured,
             program,
-            graphs,
+            compiled,
             assemblies,
             communicators,
             model.watch,
+            model.states,
             model.device,
             signature,
             parts,

@@ -32,25 +32,43 @@ class SameCall:
         self._rank = rank
         self._group = dist.new_group(backend="gloo", timeout=default_group_timeout(), group_desc="same call")
 
-    def check(self, program: int, args: tuple[Any, ...], kwargs: dict[str, Any], *, in_parts: bool) -> None:
+    def check(
+        self,
+        program: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        in_parts: bool,
+        synchronise: bool,
+        fresh: bool,
+    ) -> bool:
         """Raises InputError, on all ranks alike, if they found different programs or pass different inputs.
 
-        program:  number of the program that this rank will run, or NEW.
-        in_parts: only the ranks of one replica pass the same inputs.
+        program:     number of the program that this rank will run, or NEW.
+        in_parts:    only the ranks of one replica pass the same inputs.
+        synchronise: whether the call is outside of `no_sync`.
+        fresh:       whether this rank may compute with the copies that it has; returned is whether all may.
         """
-        own = torch.tensor([program, _checksum(args, kwargs)], device="cpu")
+        own = torch.tensor([program, _checksum(args, kwargs), synchronise, fresh], device="cpu")
         numbers = [torch.empty_like(own) for _ in range(self._world)]
         try:
             dist.all_gather(numbers, own, group=self._group)
         except RuntimeError as error:
             raise DeadlockError(f"a rank did not come to this call of the model: {error}") from error
-        programs, sums = zip(*(each.tolist() for each in numbers), strict=True)
+        programs, sums, synchronised, freshness = zip(*(each.tolist() for each in numbers), strict=True)
+        if len(set(synchronised)) > 1:
+            inside = [str(rank) for rank, outside in enumerate(synchronised) if not outside]
+            raise InputError(
+                f"the model is called under no_sync() on rank{'s' if len(inside) > 1 else ''} {', '.join(inside)}, but "
+                "not on the others: enter it on every rank for the same micro-batches"
+            )
         firsts = [self._replicas.index(replica) if in_parts else 0 for replica in self._replicas]
         other_inputs = [rank for rank, first in enumerate(firsts) if sums[rank] != sums[first]]
         if set(programs) == {NEW}:
-            return  # compiling compares what the ranks pass, input by input
+            return all(freshness)  # compiling compares what the ranks pass, input by input
         if len(set(programs)) > 1 or other_inputs:
             self._raise(programs, other_inputs, args, kwargs, in_parts)
+        return all(freshness)
 
     def _raise(
         self,

@@ -1,6 +1,6 @@
 """The model's state: every parameter becomes a `DTensor` that holds this rank's rows of it.
 
-Over D ranks (`plan.shard_degrees.params`) a parameter is cut along dim 0 as DTensor itself does: ceil(n / D) rows on
+Over D ranks (`plan.shard_degrees.optimizer`) a parameter is cut along dim 0 as DTensor itself does: ceil(n / D) rows on
 each rank, fewer or none on the last ones. Parameters without dimensions are replicated. D smaller than the world gives
 a mesh of (world / D, D): replicas of groups of D consecutive ranks. So optimizers, `clip_grad_norm_`, `state_dict` and
 `torch.distributed.checkpoint` work as they do with FSDP2. Buffers stay whole.
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
 from .errors import StateError
-from .passes.shard_states import shard_rows
+from .shards import shard_rows
 
 
 def state_mesh(world: int, degree: int, device_type: str) -> DeviceMesh:

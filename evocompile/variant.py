@@ -7,13 +7,13 @@ accumulation and `retain_graph` are autograd's own.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -23,9 +23,11 @@ from .compile import CompiledGraph
 from .kernels import dispatch
 from .lazy import Assembly, LazyOutput, without_gradient
 from .local_inputs import Parts, Signature
-from .mesh import group_name
+from .passes.micro_batches import is_copied
 from .program import InputKind, Output, OutputKind, Program, output_values, placeholders
 from .state import OptimizerWatch, as_gradient, local_shard
+from .states import States
+from .step_seed import StepSeed
 from .torch_private import take_saved_tensors
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -35,6 +37,8 @@ _LARGE = 2**30  # bytes of outputs that are worth a warning
 class Variant:
     """A compiled program, and how a call of the module runs it.
 
+    compiled: gives a graph of the program compiled, by its name; each is asked for once.
+    states: what the model's programs share: copies of parameters, accumulated gradients.
     number: counts the model's programs; equal on all ranks.
     signature, parts: what all ranks passed, and how it makes a batch, where the batch arrives in parts.
     """
@@ -44,10 +48,11 @@ class Variant:
         number: int,
         captured: Captured,
         program: Program,
-        graphs: Sequence[CompiledGraph],
+        compiled: Callable[[str], CompiledGraph],
         assemblies: dict[int, Assembly],
         communicators: Communicators,
         watch: OptimizerWatch,
+        states: States,
         device: torch.device,
         signature: Signature,
         parts: Parts | None,
@@ -56,9 +61,9 @@ class Variant:
         self.number = number
         self.captured = captured
         self.program = program
-        self.forward = graphs[0]
-        self.backward = graphs[1] if len(graphs) > 1 else None
+        self._compiled = functools.cache(compiled)
         self.watch = watch
+        self.states = states
         self.signature = signature
         self.parts = parts
         self.attention_backend = attention_backend
@@ -72,7 +77,11 @@ class Variant:
         inputs = captured.program.inputs_of(InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER)
         self._parameters = {index for index, each in enumerate(inputs) if each.kind is InputKind.PARAMETER}
         self._trained = [index for index in sorted(self._parameters) if inputs[index].requires_grad]
+        self._copied = [index for index, each in enumerate(inputs) if is_copied(program, each)]
         self._saved_parameters = _saved_parameters(program)
+        for name in ("first" if self._copied else "forward", "backward"):
+            if name in program.graphs:
+                self._compiled(name)
         draws = bool(program.inputs_of(InputKind.SEED))
         self._seed = StepSeed(communicators, device, program.mesh.world) if draws else None
         self._call = captured.callable(self._run)
@@ -82,8 +91,8 @@ class Variant:
 
     def _run(self, *flat: Tensor) -> list[Any]:
         """The tensor operations of the forward: flat inputs of the program to flat user outputs."""
-        call = _ForwardCall(self, flat)
-        if self.backward is None:
+        call = _ForwardCall(self, flat, self.states.synchronise)
+        if self.program.backward is None:
             with torch.no_grad():
                 call.run()
             return [self._returned(index, value) for index, value in enumerate(call.outputs)]
@@ -95,7 +104,7 @@ class Variant:
 
     def _returned(self, index: int, value: Any) -> Any:
         """An output that takes no gradient, as the caller gets it."""
-        refuses = self.backward is not None and self._requires_grad[index]
+        refuses = self.program.backward is not None and self._requires_grad[index]
         assembly = self._assemblies.get(index)
         if assembly is not None:
             group = self._communicators.group(assembly.group)
@@ -125,10 +134,17 @@ class Variant:
 
     def run_forward(self, flat: Sequence[Tensor]) -> tuple[list[Any], list[Tensor]]:
         """Run the forward graph on this rank's shards: the user outputs and the values saved for backward."""
+        copied = [flat[index] for index in self._copied]
+        copies = self.states.copies(copied)
         inputs = [local_shard(each) if index in self._parameters else each for index, each in enumerate(flat)]
+        for index, value in zip(self._copied, copies or (), strict=False):
+            inputs[index] = value
         if self._seed is not None:
             inputs.append(self._seed())
-        results = self._execute(self.forward, inputs, flat[0].device.type)
+        results = self._execute("forward" if copies is not None else "first", inputs, flat[0].device.type)
+        if copies is None:
+            self.states.keep_copies(copied, results[len(results) - len(copied) :])
+            del results[len(results) - len(copied) :]
         outputs, results = results[: len(self.users)], results[len(self.users) :]
         updates, saved = results[: len(self._updates)], results[len(self._updates) :]
         if updates:
@@ -136,30 +152,75 @@ class Variant:
             outputs, saved = _apart_from(buffers, outputs), _apart_from(buffers, saved)
             for buffer, update in zip(buffers, updates, strict=True):
                 buffer.copy_(update)
+        saved += [flat[index] for index in self._saved_parameters.values()]  # so that autograd notices a write to them
         for position, index in self._saved_parameters.items():
-            saved[position] = flat[index]  # not the shard: what DTensor does in place is counted on the DTensor alone
+            if index not in self._copied:  # not the shard: what DTensor does in place is counted on the DTensor alone
+                saved[position] = flat[index]
         # An output that is an input itself must be a tensor of its own, or autograd would take it for the input.
         given = set(map(id, flat))
         return [each.detach() if id(each) in given else each for each in outputs], saved
 
-    def run_backward(self, saved: list[Tensor], tangents: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Any]:
-        """The gradients of `parameters`, the trained ones in order; `saved` is emptied."""
-        assert self.backward is not None
+    def run_backward(
+        self, saved: list[Tensor], tangents: Sequence[Tensor], parameters: Sequence[Tensor], synchronise: bool
+    ) -> list[Any]:
+        """The gradients of `parameters`, the trained ones in order; `saved` is emptied.
+
+        synchronise: else they are accumulated, and None.
+        """
+        del saved[len(saved) - len(self._saved_parameters) :]
         inputs = [*map(local_shard, saved), *(tangent.contiguous() for tangent in tangents)]
         saved.clear()
-        gradients = self._execute(self.backward, inputs, parameters[0].device.type)
+        device = parameters[0].device.type
+        if not synchronise:
+            graph = "backward" if self.program.inner is None else "inner"
+            for parameter, gradient in zip(parameters, self._execute(graph, inputs, device), strict=True):
+                if gradient is not None:
+                    self.states.accumulate(parameter, gradient)
+            return [None] * len(parameters)
+        gradients = self._synchronised(inputs, parameters, device)
+        self.states.deliver_the_rest(self._communicators)
+        self.states.refresh()
         return [
             None if gradient is None else as_gradient(parameter, gradient)
             for parameter, gradient in zip(parameters, gradients, strict=True)
         ]
 
-    def _execute(self, graph: CompiledGraph, inputs: list[Tensor], device_type: str) -> list[Any]:
+    def _synchronised(self, inputs: list[Tensor], parameters: Sequence[Tensor], device: str) -> list[Any]:
+        """The gradients on the optimizer's shards, with what was accumulated of them."""
+        inner = self.program.inner
+        if inner is None:
+            gradients = self._execute("backward", inputs, device)
+            received = [gradient is not None for gradient in gradients]
+            earlier = iter(self.states.take(p for p, got in zip(parameters, received, strict=True) if got))
+            added = [next(earlier) if got else None for got in received]
+            return [g if a is None else g + a for g, a in zip(gradients, added, strict=True)]
+        left = [(p, node) for p, node in zip(parameters, output_values(inner.graph), strict=True) if node is not None]
+        earlier_values = self.states.take(parameter for parameter, _ in left)
+        if all(each is None for each in earlier_values):
+            return self._execute("backward", inputs, device)
+        for (parameter, node), value in zip(left, earlier_values, strict=True):
+            if value is None:
+                like = node.meta["val"]
+                value = torch.zeros(like.shape, dtype=like.dtype, device=parameter.device)
+            inputs.append(value)
+        return self._execute("last", inputs, device)
+
+    def _execute(self, name: str, inputs: list[Tensor], device_type: str) -> list[Any]:
         """Run a graph. Its casts were captured with it, so a surrounding autocast must not add more."""
-        pending = pending_works()
+        graph, pending = self._compiled(name), pending_works()
         with torch.autocast(device_type, enabled=False), dispatch.use(self.attention_backend):
             results = graph(inputs)
         assert pending_works() == pending, "the graph has started a communication that it did not wait for"
         return results
+
+
+def _execute(graph: CompiledGraph, inputs: list[Tensor], device_type: str) -> list[Any]:
+    """Run a graph. Its casts were captured with it, so a surrounding autocast must not add more."""
+    pending = pending_works()
+    with torch.autocast(device_type, enabled=False):
+        results = graph(inputs)
+    assert pending_works() == pending, "the graph has started a communication that it did not wait for"
+    return results
 
 
 def _apart_from(buffers: Sequence[Tensor], values: list[Any]) -> list[Any]:
@@ -205,23 +266,6 @@ def _assembly(program: Program, output: Output) -> Assembly:
     return Assembly(output.layout, program.sharding, program.mesh, program.rank)
 
 
-class StepSeed:
-    """The seed of a step's random draws: rank 0 takes it from torch's generator, so it follows torch.manual_seed.
-
-    The other ranks take one too, so that generators which were equal stay equal, but use rank 0's.
-    """
-
-    def __init__(self, communicators: Communicators, device: torch.device, world: int) -> None:
-        name = group_name("seed", tuple(range(world)))
-        communicators.create([name])
-        self._group, self._device = communicators.group(name), device
-
-    def __call__(self) -> Tensor:
-        seed = torch.randint(2**62, ()).to(self._device)
-        dist.broadcast(seed, 0, group=self._group)
-        return seed.cpu()
-
-
 # --- autograd --------------------------------------------------------------------------------------------------------
 
 
@@ -231,6 +275,7 @@ class _ForwardCall:
 
     variant: Variant
     flat: Sequence[Tensor]
+    synchronise: bool
     outputs: list[Any] = field(default_factory=list)
 
     def run(self) -> list[Tensor]:
@@ -243,7 +288,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _ForwardCall, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.variant = call.variant
+        ctx.variant, ctx.synchronise = call.variant, call.synchronise
         ctx.parameters = parameters
         ctx.save_for_backward(*call.run())
         return tuple(
@@ -253,6 +298,7 @@ class _Step(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *tangents: Tensor) -> tuple[Any, ...]:
-        gradients = ctx.variant.run_backward(take_saved_tensors(ctx), tangents, ctx.parameters)
-        ctx.variant.watch.backward_ran()
+        gradients = ctx.variant.run_backward(take_saved_tensors(ctx), tangents, ctx.parameters, ctx.synchronise)
+        if ctx.synchronise:
+            ctx.variant.watch.backward_ran()
         return (None, *gradients)

@@ -8,6 +8,7 @@ from evocompile.program import Pass
 from .annotate import annotate
 from .canonicalize import canonicalize
 from .localize import localize
+from .micro_batches import micro_batches
 from .rematerialize import rematerialize
 from .seed_random import seed_random
 from .shard_states import shard_states
@@ -26,4 +27,5 @@ PASSES = (
         frozenset({"attention steps", "sharded states"}),
         frozenset({"forward and backward"}),
     ),
+    Pass("micro_batches", micro_batches, frozenset({"forward and backward"}), frozenset({"variants of a step"})),
 )

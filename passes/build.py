@@ -20,19 +20,21 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 class Builder:
     """Adds nodes to a graph: a new one, or with `in_place` the program's joint graph at its insertion point.
 
+    like:   the graph that a new one is made from; default: the joint graph.
     source: the node of the old graph that the new nodes stand for; they take its name and source line.
     """
 
-    def __init__(self, program: Program, in_place: bool = False) -> None:
-        assert program.joint is not None and program.sharding is not None
+    def __init__(self, program: Program, in_place: bool = False, like: fx.GraphModule | None = None) -> None:
+        owner = like or program.joint
+        assert owner is not None and program.sharding is not None
         self.program = program
-        self.owner = program.joint
+        self.owner = owner
         self.sharding: Sharding = program.sharding
-        self.graph = program.joint.graph if in_place else fx.Graph()
+        self.graph = owner.graph if in_place else fx.Graph()
         self.layouts: dict[fx.Node, Layout] = program.layouts if in_place else {}
         self.collectives: dict[fx.Node, Collective] = program.collectives if in_place else {}
         self.source: fx.Node | None = None
-        self.fake_mode = fake_mode_of(program.joint.graph)
+        self.fake_mode = fake_mode_of(owner.graph)
         self._known: dict[Any, Any] = {}
 
     def graph_module(self) -> fx.GraphModule:

@@ -1,8 +1,11 @@
-"""shard_states: parameters are gathered where they are used, gradients are reduced to the shard that owns them.
+"""shard_states: parameters are gathered where they are used, gradients reduced as far as each micro-batch has to.
 
-A parameter is sharded on dim 0 over `degree` consecutive ranks, ceil(rows / degree) rows a rank, as DTensor does.
-Bytes on the wire per rank, Φ bytes of parameters, degree D, R replicas: each gather Φ(D-1)/D, the reduce-scatter
-Φ(D-1)/D, and over the R/D copies an all-reduce of Φ/D: 2(Φ/D)(R/D-1)/(R/D).
+Over R replicas, parameters have degree P, gradients G, the optimizer O: P | G | O | R (`evocompile/shards.py` says
+which rows are where). This pass does what every micro-batch does: gathers within P, and reduce-scatters within G. What
+the first and the last one do besides is `micro_batches`. A gradient becomes the sum over G ranks only; what
+remains to be summed, over R / G of them, is summed by the last micro-batch.
+
+Bytes on the wire per rank, Φ bytes of parameters: each gather Φ(P-1)/P, each reduce-scatter Φ(G-1)/G.
 """
 
 from __future__ import annotations
@@ -13,112 +16,128 @@ import torch
 from torch import fx
 
 from evocompile.layout import Layout
-from evocompile.mesh import group_name, group_ranks
+from evocompile.mesh import group_name
 from evocompile.program import Input, InputKind, OutputKind, Program, output_values, placeholders
+from evocompile.shards import chunk_rows, shard_shape
 
 from .build import Builder
 
 aten = torch.ops.aten
 
 
-def shard_rows(rows: int, degree: int, index: int) -> tuple[int, int]:
-    """Rows [lo, hi) of dim 0 that shard `index` of `degree` holds: ceil-sized chunks, the last ones fewer or none."""
-    chunk = -(-rows // degree)
-    return min(index * chunk, rows), min((index + 1) * chunk, rows)
-
-
 def shard_states(program: Program) -> Program:
-    """Replaces whole parameters by shards and pending gradients by reduced shards, in place."""
+    """Replaces whole parameters by shards over P, and pending gradients by shards over G, in place."""
     assert program.joint is not None
     builder = Builder(program, in_place=True)
     graph = program.joint.graph
-    degree = program.plan.shard_degrees.params
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node, each in zip(placeholders(graph), program.inputs, strict=True):
-        if each.kind is InputKind.PARAMETER and each.shape and degree > 1:
-            _gather_parameter(builder, node, each, degree, order)
+        if each.kind is InputKind.PARAMETER and each.shape and program.plan.shard_degrees.optimizer > 1:
+            _gather_parameter(builder, node, each, order)
     (output,) = graph.find_nodes(op="output")
     returned = output_values(graph)
-    starts = [
-        _reduce_gradient(builder, node, out.name, degree)
+    outputs = list(program.outputs)
+    gradients = [
+        i
+        for i, (out, node) in enumerate(zip(outputs, returned, strict=True))
         if out.kind is OutputKind.GRADIENT and isinstance(node, fx.Node)
-        else None
-        for out, node in zip(program.outputs, returned, strict=True)
     ]
+    for i in gradients:
+        returned[i] = _reduce_within(builder, returned[i], outputs[i].name)
     # Nothing in the step needs a gradient before the optimizer does, so all are waited for at the end.
     with graph.inserting_before(output):
-        for i, (start, node) in enumerate(zip(starts, returned, strict=True)):
-            if isinstance(node, fx.Node) and program.outputs[i].kind is OutputKind.GRADIENT:
-                returned[i] = _finish_gradient(builder, start, node, program.outputs[i].name, degree)
+        for i in gradients:
+            returned[i] = _finish(builder, returned[i], outputs[i].shape, outputs[i].dtype)
+            outputs[i] = replace(outputs[i], dtype=returned[i].meta["val"].dtype)
     output.args = (returned,)
-    return replace(program, joint=program.joint)
+    return replace(program, joint=program.joint, outputs=outputs)
 
 
-def _gather_parameter(builder: Builder, node: fx.Node, each: Input, degree: int, order: dict[fx.Node, int]) -> None:
-    """The placeholder becomes the rank's shard; its users get the gathered parameter."""
+def _gather_parameter(builder: Builder, node: fx.Node, each: Input, order: dict[fx.Node, int]) -> None:
+    """The placeholder becomes the rank's shard over P; its users get the gathered parameter."""
+    program = builder.program
+    degrees = program.plan.shard_degrees
     users = list(node.users)
-    rows, rest = each.shape[0], list(each.shape[1:])
-    lo, hi = shard_rows(rows, degree, builder.program.rank % degree)
     with builder.fake_mode:
-        node.meta["val"] = node.meta["val"].new_empty([hi - lo, *rest])
+        shape = shard_shape(each.shape, degrees.params, degrees.optimizer, program.rank)
+        node.meta["val"] = node.meta["val"].new_empty(shape)
     builder.layouts.pop(node, None)  # a shard of a state, not of an activation
     if not users:
         return
-    chunk = -(-rows // degree)
+    chunk = chunk_rows(each.shape[0], degrees.optimizer)
     builder.source = node
     with builder.graph.inserting_before(min(users, key=order.__getitem__)):
-        shard = node
-        if hi - lo < chunk:
-            padding = [0, 0] * len(rest) + [0, chunk - (hi - lo)]
-            shard = builder.call(aten.constant_pad_nd.default, (node, padding, 0))
-        group = group_name("params", builder.program.mesh.shard_group(builder.program.rank, degree))
-        whole = builder.wait(builder.all_gather(shard, group, f"parameter {each.name}"))
-        if chunk * degree > rows:
-            whole = builder.call(aten.slice.Tensor, (whole, 0, 0, rows))
+        whole = node
+        if degrees.params > 1:
+            shard = pad_rows(builder, node, chunk * degrees.optimizer // degrees.params)
+            group = group_name("params", program.mesh.shard_group(program.rank, degrees.params))
+            whole = builder.wait(builder.all_gather(shard, group, f"parameter {each.name}"))
+            whole = _in_order(builder, whole, degrees.params, degrees.optimizer // degrees.params, chunk)
+        if chunk * degrees.optimizer > each.shape[0]:
+            whole = builder.call(aten.slice.Tensor, (whole, 0, 0, each.shape[0]))
     builder.layouts[whole] = Layout.whole(each.shape)
     for user in users:
         user.replace_input_with(node, whole)
 
 
-def _reduce_gradient(builder: Builder, node: fx.Node, name: str, degree: int) -> fx.Node | None:
-    """Starts the reduction right after the gradient is known; None if every rank already has the sum."""
+def _in_order(builder: Builder, value: fx.Node, outer: int, inner: int, chunk: int) -> fx.Node:
+    """Rows (outer, inner, chunk) as (inner, outer, chunk): between the order of ranks and that of the chunks."""
+    if outer == 1 or inner == 1:
+        return value
+    rest = list(value.meta["val"].shape[1:])
+    parts = builder.call(aten.view.default, (value, [outer, inner, chunk, *rest]))
+    parts = builder.call(aten.transpose.int, (parts, 0, 1))
+    return builder.call(aten.reshape.default, (parts, [outer * inner * chunk, *rest]))
+
+
+def _reduce_within(builder: Builder, node: fx.Node, name: str) -> fx.Node:
+    """Starts the reduction within G right after the gradient is known; the start, or what needs none."""
+    program = builder.program
+    degrees, optimizer = program.plan.shard_degrees, program.plan.shard_degrees.optimizer
     pending = builder.layouts[node].partial
     builder.source = node
-    if not pending:
-        return None
-    mesh, rank = builder.program.mesh, builder.program.rank
-    everywhere = pending == {axis for axis, count in mesh.axes if count > 1}
     with builder.graph.inserting_before(node.next):
-        if degree == 1 or not everywhere or not node.meta["val"].shape:
-            return builder.all_reduce(node, builder.group("grads", pending), f"gradient of {name}")
-        padded = _pad_rows(builder, node, degree)
-        group = group_name("grads", mesh.shard_group(rank, degree))
-        return builder.reduce_scatter(padded, group, f"gradient of {name}")
+        value = node
+        # Where replicas hold the same value already, the first one contributes it, so that all gradients are sums.
+        counted = [axis for axis, count in program.mesh.axes if count > 1 and axis not in pending]
+        if any(program.coordinate[axis] for axis in counted):
+            value = builder.call(aten.mul.Tensor, (value, 0))
+        shape = node.meta["val"].shape
+        if not shape or optimizer == 1:
+            return value
+        chunk = chunk_rows(shape[0], optimizer)
+        value = pad_rows(builder, value, chunk * optimizer)
+        if degrees.grads == 1:
+            return value
+        value = cast(builder, value, program.precision.reduces(value.meta["val"].dtype))
+        value = _in_order(builder, value, optimizer // degrees.grads, degrees.grads, chunk)
+        group = group_name("grads", program.mesh.shard_group(program.rank, degrees.grads))
+        return builder.reduce_scatter(value, group, f"gradient of {name}")
 
 
-def _finish_gradient(builder: Builder, start: fx.Node | None, node: fx.Node, name: str, degree: int) -> fx.Node:
-    """Waits for the reduction and leaves the rank's shard, summed over all replicas."""
-    builder.source = node
+def _finish(builder: Builder, value: fx.Node, shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
+    """Waits for the reduction within G; the shard over G, in the type in which gradients are accumulated."""
+    program = builder.program
+    degrees = program.plan.shard_degrees
+    builder.source = value
+    if value in builder.collectives:
+        value = builder.wait(value)
+    rows = shard_shape(shape, degrees.grads, degrees.optimizer, program.rank)[:1]
+    if rows and rows[0] < value.meta["val"].shape[0]:
+        value = builder.call(aten.slice.Tensor, (value, 0, 0, rows[0]))
+    return cast(builder, value, program.precision.accumulates(dtype))
+
+
+def pad_rows(builder: Builder, node: fx.Node, rows: int) -> fx.Node:
+    """The value with zeros below it, up to `rows` rows."""
     shape = node.meta["val"].shape
-    mesh, rank = builder.program.mesh, builder.program.rank
-    value = node if start is None else builder.wait(start)
-    if degree == 1 or not shape:
-        return value
-    lo, hi = shard_rows(shape[0], degree, rank % degree)
-    if start is None or builder.collectives[start].kind == "all_reduce":
-        return builder.call(aten.slice.Tensor, (value, 0, lo, hi))
-    if hi - lo < value.meta["val"].shape[0]:
-        value = builder.call(aten.slice.Tensor, (value, 0, 0, hi - lo))
-    copies = group_name("grads.copies", mesh.replica_group(rank, degree))
-    if len(group_ranks(copies)) > 1:
-        value = builder.wait(builder.all_reduce(value, copies, f"gradient of {name} over the copies of its shard"))
-    return value
-
-
-def _pad_rows(builder: Builder, node: fx.Node, degree: int) -> fx.Node:
-    rows = node.meta["val"].shape[0]
-    missing = -rows % degree
-    if not missing:
+    if shape[0] == rows:
         return node
-    padding = [0, 0] * (len(node.meta["val"].shape) - 1) + [0, missing]
+    padding = [0, 0] * (len(shape) - 1) + [0, rows - shape[0]]
     return builder.call(aten.constant_pad_nd.default, (node, padding, 0))
+
+
+def cast(builder: Builder, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    if node.meta["val"].dtype == dtype:
+        return node
+    return builder.call(torch.ops.prims.convert_element_type.default, (node, dtype))

@@ -25,8 +25,11 @@ from evocompile.collectives import (
 )
 from evocompile.errors import VerificationError
 from evocompile.mesh import group_ranks
-from evocompile.program import InputKind, Output, OutputKind, Program, nbytes, output_values, placeholders
+from evocompile.program import Input, InputKind, Output, OutputKind, Program, nbytes, output_values, placeholders
+from evocompile.shards import shard_shape
 from evocompile.virtual import Blocked, Rendezvous, Ticket, run_together
+
+from .micro_batches import is_copied
 
 events = graph_events
 
@@ -133,9 +136,7 @@ def _joint_problems(program: Program) -> Iterator[str]:
     graph = program.joint.graph
     yield from _input_problems("joint", placeholders(graph), program.inputs)
     yield from _output_problems(program, "joint", output_values(graph), program.outputs)
-    pairs = zip(program.inputs, placeholders(graph), strict=True)
-    held = {each.name: node for each, node in pairs if each.kind is not InputKind.TANGENT}
-    yield from _gradient_problems("joint", held, output_values(graph), program.outputs)
+    yield from _gradient_problems(program, "joint", output_values(graph), program.outputs)
 
 
 def _cut_problems(program: Program) -> Iterator[str]:
@@ -149,6 +150,8 @@ def _cut_problems(program: Program) -> Iterator[str]:
     yield from _input_problems("forward", placed, own)
     yield from _output_problems(program, "forward", values[: len(returned)], returned)
     saved = values[len(returned) :]
+    if program.first is not None:
+        yield from _first_problems(program, own, placed, values)
     if program.backward is None:
         if saved:
             yield f"forward saves {len(saved)} values, but there is no backward graph"
@@ -163,8 +166,42 @@ def _cut_problems(program: Program) -> Iterator[str]:
             yield f"backward.{taken.name} is {_kind_of(taken)}; the saved forward.{kept} is {_kind_of(kept)}"
     yield from _input_problems("backward", received[len(saved) :], tangents)
     yield from _output_problems(program, "backward", results, gradients)
-    held = dict(zip([each.name for each in own], placed, strict=True))
-    yield from _gradient_problems("backward", held, results, gradients)
+    yield from _gradient_problems(program, "backward", results, gradients)
+    yield from _variant_problems(program, gradients)
+
+
+def _first_problems(
+    program: Program, own: list[Input], placed: list[fx.Node], values: list[fx.Node | None]
+) -> Iterator[str]:
+    """`first` takes the optimizer's shards; it returns what `forward` returns, then the parameters that this takes."""
+    assert program.first is not None
+    optimizer = program.plan.shard_degrees.optimizer
+    copied = []
+    for each, node, taken in zip(own, placed, placeholders(program.first.graph), strict=True):
+        expected = _kind_of(node)
+        if expected is not None and is_copied(program, each):
+            copied.append(expected)
+            shape = shard_shape(each.shape, optimizer, optimizer, program.rank)
+            expected = (shape, each.state_dtype, *expected[2:])
+        if _kind_of(taken) != expected:
+            yield f"first.{taken.name} is {_kind_of(taken)}; the optimizer's shard of {each.name} is {expected}"
+    found, wanted = [_kind_of(node) for node in output_values(program.first.graph)], [_kind_of(n) for n in values]
+    if found != wanted + copied:
+        yield f"first returns {found}; forward returns {wanted}, and takes {copied}"
+
+
+def _variant_problems(program: Program, gradients: list[Output]) -> Iterator[str]:
+    """The variants of the backward take what it takes; `last` besides what `inner` leaves."""
+    if program.inner is None or program.last is None or program.backward is None:
+        return
+    received = [_kind_of(node) for node in placeholders(program.backward.graph)]
+    left = [_kind_of(node) for node in output_values(program.inner.graph) if node is not None]
+    for name, graph_module, expected in (("inner", program.inner, []), ("last", program.last, left)):
+        found = [_kind_of(node) for node in placeholders(graph_module.graph)]
+        if found != received + expected:
+            yield f"{name} takes {found}; backward takes {received}, and accumulated are {expected}"
+    yield from _gradient_problems(program, "inner", output_values(program.inner.graph), gradients)
+    yield from _gradient_problems(program, "last", output_values(program.last.graph), gradients)
 
 
 def _kind_of(node: fx.Node | None) -> tuple[Any, ...] | None:
@@ -210,18 +247,27 @@ def _output_problems(
 
 
 def _gradient_problems(
-    graph: str, held: dict[str, fx.Node], values: list[fx.Node | None], outputs: list[Output]
+    program: Program, graph: str, values: list[fx.Node | None], outputs: list[Output]
 ) -> Iterator[str]:
-    """A gradient has the shape of its parameter as this rank holds it. `held`: the placeholders by input name."""
+    """A gradient has the shape of the shard of its parameter: over G until it is reduced on to the optimizer's, O."""
+    shapes = {each.name: each.shape for each in program.inputs if each.kind is not InputKind.TANGENT}
+    degrees = program.plan.shard_degrees
+    on_at_o = graph == "last" or (graph == "backward" and "variants of a step" in program.facts)
+    degree = degrees.optimizer if on_at_o else degrees.grads
     for node, output in zip(values, outputs, strict=True):
         if node is None or output.kind is not OutputKind.GRADIENT:
             continue
-        if output.name not in held:
+        if output.name not in shapes:
             yield f"{graph}.{node.name} is the gradient of {output.name}, which is no input"
             continue
-        shape, expected = tuple(node.meta["val"].shape), tuple(held[output.name].meta["val"].shape)
-        if shape != expected:
-            yield f"{graph}.{node.name} is {shape}; {output.name}, whose gradient it is, is {expected}"
+        expected = shapes[output.name]
+        if "sharded states" in program.facts:
+            expected = shard_shape(expected, degree, degrees.optimizer, program.rank)
+        if tuple(node.meta["val"].shape) != expected:
+            yield (
+                f"{graph}.{node.name} is {tuple(node.meta['val'].shape)}; the shard of {output.name}, whose gradient "
+                f"it is, is {expected}"
+            )
 
 
 # --- all ranks -----------------------------------------------------------------------------------------------------

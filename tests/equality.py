@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from evocompile.capture import capture
 from evocompile.layout import whole_from_parts
-from evocompile.passes.shard_states import shard_rows
 from evocompile.pipeline import run_passes
 from evocompile.plan import Plan
 from evocompile.program import InputKind, OutputKind, Program
+from evocompile.shards import shard_of, whole_of
 from evocompile.virtual import VirtualStep, virtual_step
 
 
@@ -28,26 +28,22 @@ def assert_equals_one_device(model: nn.Module, batch: Mapping[str, Tensor], plan
     ranks = [run_passes(captured, plan, rank) for rank in range(plan.world)]
     step = virtual_step(ranks, [_inputs(each, model, batch) for each in ranks])
     _check_outputs(ranks, step, [output.detach() for output in outputs])
-    degree = plan.shard_degrees.params
+    degree = plan.shard_degrees.optimizer
     for name, parameter in model.named_parameters():
         for first in range(0, plan.world, degree):
             parts = [step.gradients[first + i].get(name) for i in range(degree)]
             assert all((part is None) == (parameter.grad is None) for part in parts), name
             if parameter.grad is not None:
-                gradient = torch.cat(parts) if degree > 1 and parameter.ndim else parts[0]  # type: ignore[arg-type]
+                gradient = whole_of(parts, len(parameter) if parameter.ndim else 1, degree)  # type: ignore[arg-type]
                 _check_close(gradient, parameter.grad, f"gradient of {name}")
     return ranks
 
 
 def _inputs(program: Program, model: nn.Module, batch: Mapping[str, Tensor]) -> list[Tensor]:
     """What a rank passes: its shards of the parameters, and the whole batch."""
-    degree, values = program.plan.shard_degrees.params, dict(batch)
+    degrees, values = program.plan.shard_degrees, dict(batch)
     for name, parameter in model.named_parameters():
-        whole = parameter.detach()
-        if degree > 1 and whole.ndim:
-            lo, hi = shard_rows(whole.shape[0], degree, program.rank % degree)
-            whole = whole[lo:hi]
-        values[name] = whole
+        values[name] = shard_of(parameter.detach(), degrees.params, degrees.optimizer, program.rank)
     return [values[each.name] for each in program.inputs if each.kind is not InputKind.TANGENT]
 
 

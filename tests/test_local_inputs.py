@@ -53,7 +53,7 @@ def in_parts(case: Case, plan: Plan, rows: tuple[int, ...]) -> InParts:
         [run_passes(captured.program, plan, rank) for rank in range(plan.world)],
         {name: each.detach().clone() for name, each in model.named_parameters(remove_duplicate=False)},
         dict(model.named_buffers(remove_duplicate=False)),
-        plan.shard_degrees.params,
+        plan.shard_degrees,
     )
 
 

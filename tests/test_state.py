@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from evocompile.errors import StateError
-from evocompile.passes.shard_states import shard_rows
+from evocompile.shards import shard_rows
 from evocompile.state import (
     OptimizerWatch,
     _check_optimizer_state,

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from evocompile.capture import Captured, capture
 from evocompile.layout import Sharding, whole_from_parts
-from evocompile.passes.shard_states import shard_rows
 from evocompile.pipeline import run_passes
-from evocompile.plan import Plan
+from evocompile.plan import Plan, Shard
 from evocompile.program import InputKind, OutputKind, Program
+from evocompile.shards import shard_of, whole_of
 from evocompile.virtual import virtual_step
 from tests.models.zoo import Case
 
@@ -33,7 +33,7 @@ class VirtualModel:
     programs: list[Program]
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
-    degree: int
+    degrees: Shard
     seed: int = 0
 
     def step(self, batch: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor], list[list[Tensor]]]:
@@ -49,10 +49,11 @@ class VirtualModel:
         gradients = {}
         for name in result.gradients[0]:
             copies = []
-            for first in range(0, len(self.programs), self.degree):
-                parts = [result.gradients[first + i][name] for i in range(self.degree)]
+            rows = self.parameters[name].shape[:1]
+            for first in range(0, len(self.programs), self.degrees.optimizer):
+                parts = [result.gradients[first + i][name] for i in range(self.degrees.optimizer)]
                 assert all(isinstance(part, Tensor) for part in parts)
-                copies.append(torch.cat(parts) if self.degree > 1 and parts[0].ndim else parts[0])
+                copies.append(whole_of(parts, rows[0] if rows else 1, self.degrees.optimizer))
             for copy in copies:
                 torch.testing.assert_close(copy, copies[0], rtol=0, atol=0)
             gradients[name] = copies[0]
@@ -76,10 +77,7 @@ class VirtualModel:
         for each in program.inputs:
             if each.kind is InputKind.PARAMETER:
                 whole = self.parameters[each.name]
-                if self.degree > 1 and whole.ndim:
-                    lo, hi = shard_rows(whole.shape[0], self.degree, program.rank % self.degree)
-                    whole = whole[lo:hi]
-                values.append(whole)
+                values.append(shard_of(whole, self.degrees.params, self.degrees.optimizer, program.rank))
             elif each.kind is InputKind.BUFFER:
                 values.append(self.buffers[each.name])
             elif each.kind is InputKind.USER:
@@ -97,5 +95,5 @@ def virtual_model(case: Case, plan: Plan) -> VirtualModel:
         [run_passes(capture_.program, plan, rank) for rank in range(plan.world)],
         {name: parameter.detach().clone() for name, parameter in names.items()},
         dict(model.named_buffers(remove_duplicate=False)),
-        plan.shard_degrees.params,
+        plan.shard_degrees,
     )

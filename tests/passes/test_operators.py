@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evocompile.capture import capture
-from evocompile.passes.shard_states import shard_rows
 from evocompile.pipeline import run_passes
 from evocompile.plan import Plan
 from evocompile.program import InputKind
+from evocompile.shards import shard_rows
 from evocompile.virtual import virtual_step
 
 BATCH, LENGTH, WIDTH = 3, 13, 4

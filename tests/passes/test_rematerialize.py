@@ -46,7 +46,7 @@ def test_a_checkpointed_region_is_computed_again_but_not_its_attention(reference
     model = Checkpointed()
     programs, plain = program_of(model, case, plan), program_of(case.build(), case, plan)
     parameters = {name: each.detach() for name, each in model.named_parameters(remove_duplicate=False)}
-    losses, gradients, _ = VirtualModel(programs, parameters, {}, 2).step(case.inputs())
+    losses, gradients, _ = VirtualModel(programs, parameters, {}, plan.shard_degrees).step(case.inputs())
     assert_loss(losses[0], references[case]["loss"])
     assert_gradients(gradients, references[case]["gradients"])
     assert saved_bytes(programs[0]) < 0.5 * saved_bytes(plain[0])

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from evocompile.capture import capture
 from evocompile.passes import schedules
 from evocompile.passes.schedules import Schedule
-from evocompile.passes.shard_states import shard_rows
 from evocompile.pipeline import run_passes
 from evocompile.plan import Plan
 from evocompile.program import InputKind, Program
+from evocompile.shards import shard_rows
 from evocompile.virtual import virtual_step
 
 WORLDS = [1, 2, 3, 4, 5, 7, 8, 16]

@@ -82,6 +82,7 @@ def sample(rank: int = 0) -> Program:
         forward=fx.GraphModule({}, forward.graph),
         backward=fx.GraphModule({}, backward.graph),
         sharding=Sharding({"seq": Split("cp", 2, "contiguous", 8)}, {"dp": 0, "cp": rank}),
+        facts={"sharded states", "variants of a step"},
     )
     program.layouts[rows] = program.layouts[out] = SEQ
     for graph_module in program.graphs.values():
@@ -228,7 +229,7 @@ def test_inputs_and_outputs() -> None:
     broken(_returned("forward", "out", "x"), r"backward.rows is .*; the saved forward.x is")
     broken(_returned("backward"), r"the backward graph returns 0 values for 1 outputs")
     broken(_returned("backward", "reduce"), r"backward.reduce is read by output before its wait")
-    broken(_returned("backward", "mm"), r"backward.mm is \(4, 4\); w, whose gradient it is, is \(2, 4\)")
+    broken(_returned("backward", "mm"), r"backward.mm is \(4, 4\); the shard of w, .*, is \(2, 4\)")
     broken(lambda p: setattr(p, "backward", None), r"forward saves 1 values, but there is no backward graph")
     broken(lambda p: setattr(p, "forward", None), r"there is neither a joint nor a forward graph")
     program = sample()
