@@ -15,6 +15,7 @@ from .errors import (
 )
 from .padding import pad_batch
 from .plan import Plan, Shard
+from .precision import Precision
 
 # Last, as these functions take the place of the submodules of their names: `evocompile.compile` is the function,
 # `from evocompile.compile import …` still reaches the module.
@@ -35,6 +36,7 @@ __all__ = [
     "MaskError",
     "Plan",
     "PlanError",
+    "Precision",
     "Shard",
     "ShardingError",
     "StateError",

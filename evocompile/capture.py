@@ -27,6 +27,7 @@ from .guards import Guards, readable_source
 from .local_inputs import Parts
 from .mesh import Mesh
 from .plan import Plan
+from .precision import Precision
 from .program import Input, InputKind, Output, OutputKind, Program, output_values, val
 from .torch_private import (
     DynamoGraph,
@@ -78,8 +79,11 @@ class Captured:
             for each in inputs
         ]
 
+        casts = [each.dtype if each.kind is InputKind.USER else None for each in inputs]
+
         def run_graph(*flat: Any) -> Sequence[Any]:
-            return compiled(*(t if same else t.contiguous() for same, t in zip(as_is, flat, strict=True)))
+            given = (t if same else t.contiguous() for same, t in zip(as_is, flat, strict=True))
+            return compiled(*(t if d is None else t.to(d) for d, t in zip(casts, given, strict=True)))
 
         bytecode = run_bytecode(self.dynamo, run_graph)
         return lambda args, kwargs: bytecode(self.forward, args, kwargs)
@@ -93,12 +97,14 @@ def capture(
     *,
     device: torch.device | None = None,
     parts: Parts | None = None,
+    precision: Precision | None = None,
 ) -> Captured:
     """Captures `forward(*args, **kwargs)`, under the present grad mode and autocast, as one joint graph.
 
     forward: the module's bound forward, or any callable that reads `module`.
     device:  where the program will run; default: where the tensors are (those on `meta` join the others).
     parts:   how the batch arrives, where args and kwargs hold only one replica's part of it.
+    precision: the types of computation, reductions and accumulation; default: as the model is.
 
     Raises CaptureError (with the model's source line) for what is not one graph, and for parameters that are written
     to; InputError for inputs that require grad or are written to, and for a device that torch cannot use here.
@@ -110,7 +116,8 @@ def capture(
             if spec.requires_grad:
                 raise InputError(f"input {name!r} requires grad; gradients of inputs are not built yet: detach it")
     shapes = parts.whole_shapes(args, kwargs) if parts else {}
-    with fake_call(module, args, kwargs, device, shapes) as fakes:
+    precision = precision or Precision()
+    with fake_call(module, args, kwargs, device, shapes, precision) as fakes:
         dynamo = _trace(forward, fakes)
         inputs = _name_inputs(dynamo, forward, fakes)
         guards.add_dynamo(dynamo, list(fakes.replaced))
@@ -130,6 +137,7 @@ def capture(
     program = _program(joint, inputs, differentiable)
     program.batch_parts = parts.rows if parts else ()
     program.constants = guards.add_constants(module, mask_buffers(program))
+    program.precision = precision
     _check_gradients(program, expected)
     names = tuple(each.name for each in inputs if each.kind is InputKind.PARAMETER)
     return Captured(program, names, forward, guards, dynamo)
@@ -179,7 +187,8 @@ def _name_inputs(dynamo: DynamoGraph, forward: Callable[..., Any], fakes: FakeCa
                 f"{name} requires grad and is read by the call, but is no parameter of the module, so it would get no "
                 "gradient: register it as a parameter, or detach it"
             )
-        inputs.append(Input(kind, name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad))
+        held = fakes.held.get(tensor)
+        inputs.append(Input(kind, name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, held=held))
     return inputs
 
 

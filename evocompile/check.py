@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from .errors import VerificationError
 from .lazy import LazyOutput
 from .program import InputKind, Program
 from .state import gather_from_ranks
-from .torch_private import tensor_slots
+from .torch_private import map_leaves, tensor_slots
 
 if TYPE_CHECKING:
     from .runtime import ParallelCall
@@ -47,7 +47,11 @@ def check_against_one_device(
     whole_call = (args, kwargs)
     if variant.parts is not None:
         whole_call = call.model.local_inputs.whole_call(args, kwargs, variant.parts)
-    with _whole_state(module), call.as_on_one_device():
+    computes = call.model.precision.computes
+    whole_call = map_leaves(
+        lambda leaf: leaf.to(computes(leaf.dtype)) if isinstance(leaf, Tensor) else leaf, *whole_call
+    )
+    with _whole_state(module, computes), call.as_on_one_device():
         expected = _step(module, call.original(*whole_call[0], **whole_call[1]))
     with _buffers_kept(module), call.model.states.set_aside():
         found = _step(module, variant(args, kwargs))
@@ -111,8 +115,11 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _whole_state(module: nn.Module) -> Iterator[None]:
-    """Copies of the whole parameters, and of buffers and other tensors, in place of the model's own."""
+def _whole_state(module: nn.Module, computes: Callable[[torch.dtype], torch.dtype]) -> Iterator[None]:
+    """Copies of the whole parameters, and of buffers and other tensors, in place of the model's own.
+
+    computes: the type in which a parameter of a type takes part in the computation.
+    """
     slots = [(slot, slot.tensor) for slot in tensor_slots(module)]
     copies: dict[Tensor, Tensor] = {}
     try:
@@ -121,7 +128,9 @@ def _whole_state(module: nn.Module) -> Iterator[None]:
             if tensor not in copies:
                 whole = tensor.detach()
                 whole = (whole.full_tensor() if isinstance(whole, DTensor) else whole).clone()
-                copies[tensor] = nn.Parameter(whole, tensor.requires_grad) if slot.is_parameter else whole
+                if slot.is_parameter:
+                    whole = nn.Parameter(whole.to(computes(whole.dtype)), tensor.requires_grad)
+                copies[tensor] = whole
             slot.holder[slot.key] = copies[tensor]
         yield
     finally:

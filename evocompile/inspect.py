@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from .accounting import states_table
 from .capture import capture
 from .errors import PlanError
 from .pipeline import run_passes
 from .plan import Plan
+from .precision import Precision
 from .printing import attention_table, collectives_table, notes_table, summary
 from .program import Program
 from .runtime import parallel_forward
@@ -28,8 +31,13 @@ class Inspection:
     stages: dict[str, str]
 
     def __str__(self) -> str:
-        parts = [summary(self.program), attention_table(self.program), collectives_table(self.program)]
-        parts.append(notes_table(self.program))
+        parts = [
+            summary(self.program),
+            states_table(self.program),
+            attention_table(self.program),
+            collectives_table(self.program),
+            notes_table(self.program),
+        ]
         parts.append(f"graphs, as text in .stages: {', '.join(self.stages)}")
         return "\n\n".join(part for part in parts if part)
 
@@ -41,6 +49,7 @@ def inspect(
     plan: Plan | None = None,
     world: int | None = None,
     rank: int = 0,
+    precision: Precision | torch.dtype | str | None = None,
 ) -> Inspection:
     """The program of one rank, after every pass. Needs no process group and no memory for the weights.
 
@@ -48,6 +57,7 @@ def inspect(
     inputs: keyword arguments (a mapping) or positional arguments (a sequence) of one call, at global shapes; left out,
             the last program that a parallelized model compiled is shown.
     plan:   left out: the model's own, or context parallelism over `world` ranks.
+    precision: as for `parallelize`; left out: the model's own.
     """
     parallel = parallel_forward(model)
     if inputs is None:
@@ -58,7 +68,8 @@ def inspect(
         captured, plan, rank = parallel.last_captured, parallel.plan, parallel.rank
     else:
         args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
-        captured = capture(parallel.original if parallel else model.forward, model, args, kwargs)
+        types = parallel.model.precision if parallel and precision is None else Precision.of(precision)
+        captured = capture(parallel.original if parallel else model.forward, model, args, kwargs, precision=types)
     if plan is None:
         if parallel is None and world is None:
             raise PlanError("inspect() of a plain model needs a plan, or the number of ranks as world=")

@@ -17,6 +17,7 @@ from .errors import PlanError, StateError
 from .kernels.dispatch import check_name
 from .meeting import group_device, meet
 from .plan import Plan
+from .precision import Precision
 from .runtime import Backend, Options, ParallelForward, ParallelFunction, ParallelModel, parallel_forward
 from .state import shard_parameters, state_mesh
 from .unsharded import guard_methods
@@ -33,7 +34,7 @@ def parallelize(
     optimizer: Optimizer | None = None,
     cluster: Any = None,
     inputs: Literal["global", "local"] = "global",
-    precision: Any = None,
+    precision: Precision | torch.dtype | str | None = None,
     backend: Backend = "inductor",
     check: bool = False,
     attention_backend: str | None = None,
@@ -66,14 +67,17 @@ def parallelize(
                weights in its memory.
     attention_backend: the kernel of every attention block, by its name in `evocompile doctor`, instead of the first one
                that serves it.
-    example_inputs, cluster, precision: only their defaults are built yet.
+    precision: "bf16" or "fp16": parameters and floating-point inputs take part in the computation in that type, and are
+               gathered in it; the optimizer keeps the parameters as they are. A `Precision` also chooses the types in
+               which gradients are summed over ranks and micro-batches (float32 at least when left out).
+    example_inputs, cluster: only their defaults are built yet.
 
     Raises PlanError (no process group, a plan for another number of ranks, a model on the wrong device, what is not
     built yet), KernelError (no such attention backend) and StateError (already parallelised, other values than on rank
     0), on all ranks alike.
     """
-    _refuse_unbuilt(example_inputs=example_inputs, cluster=cluster, precision=precision)
-    options = _options(backend, inputs, check, attention_backend)
+    _refuse_unbuilt(example_inputs=example_inputs, cluster=cluster)
+    options = _options(backend, inputs, check, attention_backend, precision)
     target = model_or_class_or_fn
     if target is None:
         return functools.partial(
@@ -82,6 +86,7 @@ def parallelize(
             model=model,
             optimizer=optimizer,
             inputs=inputs,
+            precision=precision,
             backend=backend,
             check=check,
             attention_backend=attention_backend,
@@ -135,7 +140,8 @@ def _install(module: nn.Module, plan: Plan | str, optimizer: Optimizer | None, o
         )
     degree = plan.shard_degrees.optimizer
     mesh = state_mesh(world, degree, (group_device() if on_meta else device).type)
-    model = ParallelModel(module, plan, shard_parameters(module, mesh, degree, optimizer), None if on_meta else device)
+    watch = shard_parameters(module, mesh, degree, optimizer)
+    model = ParallelModel(module, plan, watch, None if on_meta else device, options.precision)
     module.forward = ParallelForward(model, options)
     guard_methods(module)
     return model
@@ -150,6 +156,11 @@ def _function_form(
     if optimizer is not None or plan not in ("auto", forward.plan):
         raise StateError(
             f"the model is parallelised already, with {forward.plan}: leave out plan= and optimizer= for another "
+            "function of it"
+        )
+    if options.precision not in (None, forward.model.precision):
+        raise StateError(
+            f"the model is parallelised already, with {forward.model.precision}: leave out precision= for another "
             "function of it"
         )
     return ParallelFunction(function, forward.model, options)
@@ -181,7 +192,11 @@ def _refuse_unbuilt(**arguments: Any) -> None:
 
 
 def _options(
-    backend: Backend, inputs: Literal["global", "local"], check: bool, attention_backend: str | None
+    backend: Backend,
+    inputs: Literal["global", "local"],
+    check: bool,
+    attention_backend: str | None,
+    precision: Precision | torch.dtype | str | None,
 ) -> Options:
     if backend not in ("inductor", "eager"):
         raise PlanError(f"backend={backend!r}: choose 'inductor' or 'eager'")
@@ -189,7 +204,7 @@ def _options(
         raise PlanError(f"inputs={inputs!r}: choose 'global' (every rank passes the whole batch) or 'local'")
     if attention_backend is not None:
         check_name(attention_backend)
-    return Options(backend, inputs, bool(check), attention_backend)
+    return Options(backend, inputs, bool(check), attention_backend, Precision.of(precision) if precision else None)
 
 
 def _described(target: Any) -> str:

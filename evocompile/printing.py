@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .accounting import sent_in_step
 from .program import Program, source_line
 
 _DTYPES = {
@@ -26,13 +27,13 @@ def summary(program: Program) -> str:
     """Plan, rank, parameters and communication in a few lines."""
     parameters = [each for each in program.inputs if each.kind.value == "parameter"]
     elements = sum(torch.Size(each.shape).numel() for each in parameters)
-    sent = sum(collective.sent for collective in program.collectives.values())
+    sent, count = sent_in_step(program)
     lines = [
         f"plan: {program.plan}",
         f"rank {program.rank} of {program.mesh.world}, at "
         + ", ".join(f"{axis} {program.coordinate[axis]}" for axis, _ in program.mesh.axes),
         f"parameters: {len(parameters)}, {elements:,} elements, sharded over {program.plan.shard_degrees.params} ranks",
-        f"sent per step: {sent:,} bytes in {len(program.collectives)} collectives",
+        f"sent per step: {sent:,} bytes in {count} collectives",
     ]
     if program.sharding is not None:
         lines += [

@@ -31,6 +31,7 @@ from .lazy import LazyOutput
 from .local_inputs import LocalInputs, Parts, Signature
 from .meeting import check_sharded, meet_again, ties_of
 from .mesh import Mesh
+from .optimizers import check_optimizer
 from .pipeline import run_passes
 from .plan import Plan
 from .precision import Precision
@@ -54,13 +55,21 @@ class ParallelModel:
     device: where its parameters are; `None` while they are on `meta`.
     """
 
-    def __init__(self, module: nn.Module, plan: Plan, watch: OptimizerWatch, device: torch.device | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        watch: OptimizerWatch,
+        device: torch.device | None,
+        precision: Precision | None = None,
+    ) -> None:
         self.module = module
         self.plan = plan
+        self.precision = precision or Precision()
         self.watch = watch
         self.rank = dist.get_rank()
         self.is_unsharded = False  # inside of `unsharded`
-        self.states = States(plan, self.rank, Precision())
+        self.states = States(plan, self.rank, self.precision)
         install(module, self.states)
         self._device = device
         self._programs = 0
@@ -104,6 +113,7 @@ class Options:
     inputs: Literal["global", "local"] = "global"
     check: bool = False
     attention_backend: str | None = None
+    precision: Precision | None = None
 
 
 class ParallelCall:
@@ -248,7 +258,11 @@ class ParallelCall:
         try:
             progress("capturing the model")
             check_sharded(self.model.module)
-            captured = capture(self.original, self.model.module, args, kwargs, parts=parts)
+            for optimizer in self.model.watch.optimizers():
+                check_optimizer(optimizer, self.plan.shard_degrees.optimizer)
+            captured = capture(
+                self.original, self.model.module, args, kwargs, parts=parts, precision=self.model.precision
+            )
             program = run_passes(captured.program, self.plan, self.rank, progress=progress)
             with dispatch.use(self.options.attention_backend):
                 check_backends(program)
@@ -260,6 +274,7 @@ class ParallelCall:
         fingerprint = {
             "the version of torch": torch.__version__,
             "the plan": self.plan.to_json(),
+            "the precision": str(self.model.precision),
             "the backend": self.options.backend,
             "the attention backend": self.options.attention_backend or "any",
             "what compiling the call gives": outcome,

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
 from .errors import StateError
+from .optimizers import check_optimizer
 from .shards import shard_rows
 
 
@@ -87,6 +88,7 @@ def shard_parameters(
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             owners.setdefault(parameter, []).append((owner, name))
     if optimizer is not None:
+        check_optimizer(optimizer, degree)
         _check_optimizer_state(module, optimizer)
     watch = OptimizerWatch()
     while owners:
@@ -175,6 +177,10 @@ class OptimizerWatch:
             "before parallelize(), so its step() trains nothing. Build the optimizer after parallelize(), or pass it: "
             "parallelize(model, optimizer=optimizer)."
         )
+
+    def optimizers(self) -> list[Optimizer]:
+        """Living optimizers that hold the new parameters. Slow."""
+        return _optimizers_of(set(map(id, self._new)))
 
     def _current_versions(self) -> list[int]:
         return [parameter._version for parameter in self._new]

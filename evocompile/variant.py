@@ -214,15 +214,6 @@ class Variant:
         return results
 
 
-def _execute(graph: CompiledGraph, inputs: list[Tensor], device_type: str) -> list[Any]:
-    """Run a graph. Its casts were captured with it, so a surrounding autocast must not add more."""
-    pending = pending_works()
-    with torch.autocast(device_type, enabled=False):
-        results = graph(inputs)
-    assert pending_works() == pending, "the graph has started a communication that it did not wait for"
-    return results
-
-
 def _apart_from(buffers: Sequence[Tensor], values: list[Any]) -> list[Any]:
     """The values, with copies of those that share memory with a buffer which is about to be written."""
     written = {buffer.untyped_storage().data_ptr() for buffer in buffers}
