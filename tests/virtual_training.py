@@ -71,7 +71,7 @@ class VirtualTraining:
         return [value(each) for each in program.inputs if each.kind is not InputKind.TANGENT]
 
     def _backward(self, saved: list[list[Any]], synchronise: bool) -> None:
-        tangents = [torch.ones(each.shape) for each in self.programs[0].inputs_of(InputKind.TANGENT)]
+        tangents = [torch.ones(each.shape, dtype=each.dtype) for each in self.programs[0].inputs_of(InputKind.TANGENT)]
         given = [[*own, *tangents] for own in saved]
         if not synchronise:
             results = run_virtual([each.inner or each.backward for each in self.programs], given, where="inner.")
