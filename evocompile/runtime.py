@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature as signature_of
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from .capture import Captured, capture
 from .check import check_against_one_device
 from .collectives import Communicators, program_events
 from .compile import CompiledGraph, compile_graph
-from .errors import InputError, StateError
+from .errors import InputError
 from .kernels import dispatch
 from .lazy import LazyOutput
 from .local_inputs import LocalInputs, Parts, Signature
@@ -39,7 +39,7 @@ from .program import Program
 from .progress import Progress
 from .same_call import NEW, SameCall
 from .state import OptimizerWatch
-from .states import States, install
+from .states import NotCopied, States, install
 from .torch_private import leaves_with_names, map_leaves
 from .variant import Call, Variant, assemblies_of
 
@@ -116,7 +116,7 @@ class Options:
     precision: Precision | None = None
 
 
-class ParallelCall:
+class ParallelCall(NotCopied):
     """A function of a parallelised model that runs on all ranks: a call finds or makes its variant, and runs it.
 
     original: the function as it was.
@@ -307,18 +307,6 @@ class ParallelCall:
         finding = variant.outputs_without_a_loss()
         if finding is not None and self.rank == 0:
             warnings.warn(finding, stacklevel=self.frames + 1)
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        raise StateError(
-            "a parallelised model cannot be copied, as the copy would run with the original's parameters: copy the "
-            "model before parallelize(), or build a new one and load the state_dict"
-        )
-
-    def __reduce__(self) -> NoReturn:
-        raise StateError(
-            "a parallelised model cannot be pickled: save model.state_dict() (with torch.distributed.checkpoint), and "
-            "load it into a model that is built and parallelised anew"
-        )
 
 
 class ParallelForward(ParallelCall):

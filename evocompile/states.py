@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -44,7 +45,23 @@ class _Accumulated:
     mark: Tensor | None
 
 
-class States:
+class NotCopied:
+    """What belongs to one model and its process groups."""
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise StateError(
+            "a parallelised model cannot be copied, as the copy would run with the original's parameters: copy the "
+            "model before parallelize(), or build a new one and load the state_dict"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError(
+            "a parallelised model cannot be pickled: save model.state_dict() (with torch.distributed.checkpoint), and "
+            "load it into a model that is built and parallelised anew"
+        )
+
+
+class States(NotCopied):
     """The copies and the accumulated gradients of one model on one rank. What it decides is the same on all ranks.
 
     synchronise: whether a forward now is one whose backward gives gradients to the optimizer.
@@ -64,6 +81,10 @@ class States:
     def refresh(self) -> None:
         """The next forward makes all copies anew."""
         self._copies.clear()
+
+    def loaded(self, module: nn.Module, incompatible: object) -> None:
+        """torch's hook after `load_state_dict`."""
+        self.refresh()
 
     def is_fresh(self) -> bool:
         """Whether there are copies, and no parameter was written to since they were made."""
@@ -175,4 +196,4 @@ def install(module: nn.Module, states: States) -> None:
     for name, method in (("no_sync", states.no_sync), ("refresh", states.refresh)):
         if not hasattr(module, name):
             setattr(module, name, method)
-    module.register_load_state_dict_post_hook(lambda *_: states.refresh())
+    module.register_load_state_dict_post_hook(states.loaded)
