@@ -25,7 +25,7 @@ from .capture import Captured, capture
 from .check import check_against_one_device
 from .collectives import Communicators, program_events
 from .compile import CompiledGraph, compile_graph
-from .errors import InputError
+from .errors import InputError, StateError
 from .kernels import dispatch
 from .lazy import LazyOutput
 from .local_inputs import LocalInputs, Parts, Signature
@@ -295,7 +295,7 @@ class ParallelCall(NotCopied):
 
     def _warn_of_many_programs(self) -> None:
         """A cache that grows is another signature with every token."""
-        if self.rank == 0 and sum(each.backward is None for each in self._variants) == _MANY:
+        if self.rank == 0 and sum(each.program.backward is None for each in self._variants) == _MANY:
             warnings.warn(
                 f"{_MANY} programs were compiled for calls without gradients, one for each signature. To generate or "
                 "to evaluate with a cache, take the plain model meanwhile: with evocompile.unsharded(model): …; for "

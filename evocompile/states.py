@@ -2,8 +2,9 @@
 gradients.
 
 A parameter's *copy* is its shard over P, in the type of the computation. It is made anew by the first forward after a
-synchronised backward, a `load_state_dict`, a `model.refresh()`, or after the parameter was written to in a way that
-torch counts. A gradient that a backward under `model.no_sync()` leaves is kept at G until the next one outside of it.
+synchronised backward or a `model.refresh()`, and after the parameter was written to in a way that torch counts, as
+`load_state_dict` does. A gradient that a backward under `model.no_sync()` leaves is kept at G until the next one
+outside of it.
 """
 
 from __future__ import annotations
@@ -81,10 +82,6 @@ class States(NotCopied):
     def refresh(self) -> None:
         """The next forward makes all copies anew."""
         self._copies.clear()
-
-    def loaded(self, module: nn.Module, incompatible: object) -> None:
-        """torch's hook after `load_state_dict`."""
-        self.refresh()
 
     def is_fresh(self) -> bool:
         """Whether there are copies, and no parameter was written to since they were made."""
@@ -191,9 +188,17 @@ class States(NotCopied):
         return value.to(parameter.dtype)
 
 
+METHODS = ("no_sync", "refresh")
+
+
 def install(module: nn.Module, states: States) -> None:
     """`module.no_sync()` and `module.refresh()`, as far as the module has nothing of these names."""
-    for name, method in (("no_sync", states.no_sync), ("refresh", states.refresh)):
+    for name in METHODS:
         if not hasattr(module, name):
-            setattr(module, name, method)
-    module.register_load_state_dict_post_hook(states.loaded)
+            setattr(module, name, getattr(states, name))
+
+
+def take_methods(module: nn.Module, states: States) -> dict[str, object]:
+    """What `install` has put on the module, taken off it."""
+    own = [name for name in METHODS if getattr(vars(module).get(name), "__self__", None) is states]
+    return {name: vars(module).pop(name) for name in own}

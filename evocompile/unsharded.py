@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from .errors import StateError
 from .runtime import parallel_forward
 from .state import checksums, gather_from_ranks, local_shard
+from .states import take_methods
 from .torch_private import Slot, tensor_slots
 
 
@@ -41,6 +42,7 @@ def unsharded(model: nn.Module) -> Iterator[nn.Module]:
     swaps = _swaps(slots)
     installed = vars(model).pop("forward")
     guards = {name: vars(model).pop(name) for name in GUARDED if isinstance(vars(model).get(name), _Guard)}
+    methods = take_methods(model, forward.model.states)
     forward.model.is_unsharded = True
     problem = None
     try:
@@ -53,8 +55,9 @@ def unsharded(model: nn.Module) -> Iterator[nn.Module]:
     finally:
         for each in swaps:
             each.put(each.shard)
-        vars(model).update(guards, forward=installed)
+        vars(model).update(guards, **methods, forward=installed)
         forward.model.is_unsharded = False
+        forward.model.states.refresh()
     if problem is not None:
         raise StateError(problem)
 
