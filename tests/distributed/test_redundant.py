@@ -10,6 +10,7 @@ import torch
 import evocompile
 from evocompile.plan import Plan
 from tests.distributed.launch import run_ranks
+from tests.distributed.surroundings import FACTS, check_facts
 from tests.distributed.training import gradients, whole
 from tests.redundant_model import OPTIMIZERS, STEPS, Model, Training, assert_same, batch, one_device
 from tests.test_redundant import nested
@@ -66,3 +67,14 @@ def test_row_2b_every_nested_choice_of_degrees_is_one_device(world: int) -> None
         for trainings, plan in zip(result, plans(world), strict=True):
             for found, run in zip(trainings, runs_of(plan), strict=True):
                 assert_same(found, one_device(*run))
+
+
+@pytest.fixture(scope="module")
+def failures() -> list[dict[str, str]]:
+    return run_ranks(check_facts, 2, timeout=300.0)
+
+
+@pytest.mark.parametrize("fact", [fact.__name__ for fact in FACTS])
+def test_the_loop_around(fact: str, failures: list[dict[str, str]]) -> None:
+    for rank, found in enumerate(failures):
+        assert fact not in found, f"rank {rank}:\n{found[fact]}"
