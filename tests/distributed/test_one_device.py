@@ -188,6 +188,8 @@ def test_another_length_compiles_again(job: Job, jobs: Jobs) -> None:
 ACCUMULATED = [
     Job(training.accumulate, LLAMA_13, plan(cp=2, shard=2)),
     Job(training.accumulate, GPT, plan(2, 2, shard=2)),
+    Job(training.accumulate, LLAMA_13, Plan(ulysses=2)),
+    Job(training.accumulate, GPT_13, Plan(cp=2, ulysses=2)),
 ]
 
 
@@ -201,6 +203,7 @@ def test_gradients_accumulate(job: Job, jobs: Jobs) -> None:
 EVALUATED = [
     Job(training.evaluate, LLAMA, plan(cp=2, shard=2)),
     Job(training.evaluate, GPT_13, plan(2, 2, shard=4)),
+    Job(training.evaluate, GPT_13, Plan(cp=2, ulysses=2, placement="context-first")),
 ]
 
 

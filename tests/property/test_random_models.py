@@ -18,10 +18,20 @@ EXAMPLES = int(os.environ.get("EVOCOMPILE_EXAMPLES", "0"))  # so many, other one
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    dp, cp = draw(st.sampled_from([(1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (2, 3), (3, 2)]))
+    dp, cp, ulysses = draw(
+        st.sampled_from(
+            [
+                *((1, 2, 1), (1, 3, 1), (1, 4, 1), (2, 1, 1), (2, 2, 1), (3, 1, 1), (2, 3, 1), (3, 2, 1)),
+                *((1, 1, 3), (1, 2, 2), (2, 1, 2), (1, 3, 2)),
+            ]
+        )
+    )
     order = draw(st.sampled_from(["zigzag", "ring"]))
-    degree = draw(st.sampled_from([n for n in range(1, dp * cp + 1) if dp * cp % n == 0]))
-    return Plan(dp=dp, cp=cp, attention=order, shard=Shard(degree, degree, degree))
+    placement = draw(st.sampled_from(["head-first", "context-first"])) if ulysses > 1 else "head-first"
+    replicas = dp * cp * ulysses
+    degree = draw(st.sampled_from([n for n in range(1, replicas + 1) if replicas % n == 0]))
+    shard = Shard(degree, degree, degree)
+    return Plan(dp=dp, cp=cp, ulysses=ulysses, attention=order, placement=placement, shard=shard)
 
 
 def check(text: Text, plan: Plan) -> None:
