@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from evocompile import Checkpoints, Plan, Shard, StateError, parallelize
+from evocompile import Checkpoints, Plan, Shard, StateError, parallelize, unsharded
 
 EPOCHS, ROWS, LENGTH, VOCABULARY = 2, 10, 6, 13
 
@@ -121,7 +121,18 @@ def on_four_ranks(folder: Path) -> dict[str, Any]:
     found = loaded(folder / "one", FOUR)
     run = Run(folder / "four", FOUR)
     run.train()
-    return {"one": found, "four": whole_state(run), "losses": run.losses}
+    state = whole_state(run)
+    written_while_unsharded(run.model, found)
+    return {"one": found, "four": state}
+
+
+def written_while_unsharded(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """What all ranks write to the plain model is in the shards afterwards, also where these have copies."""
+    state = {name: state[name] for name in model.state_dict()}
+    with unsharded(model):
+        model.load_state_dict(state)
+    for name, value in model.state_dict().items():
+        assert torch.equal(whole(value), state[name]), name
 
 
 def on_two_ranks(folder: Path) -> dict[str, Any]:

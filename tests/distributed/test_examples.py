@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from evocompile import Checkpoints
 from tests.distributed.launch import run_ranks
 
 pytest.importorskip("accelerate")
@@ -62,3 +63,6 @@ def test_example(name: str, results: list[dict[str, Any]], folder: Path) -> None
         assert list(one) == list(ranks) and one
         for key, value in one.items():
             torch.testing.assert_close(ranks[key], value, rtol=1e-3, atol=1e-4)
+    if name == "hf_trainer":
+        for each in ("one", "ranks"):
+            assert Checkpoints(folder / each / name / "checkpoints", torch.nn.Linear(1, 1)).steps() == [2, 4]
