@@ -52,7 +52,7 @@ class NotCopied:
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise StateError(
             "a parallelised model cannot be copied, as the copy would run with the original's parameters: copy the "
-            "model before parallelize(), or build a new one and load the state_dict"
+            "model before parallelize(), or inside of `with evocompile.unsharded(model):`, where it is plain"
         )
 
     def __reduce__(self) -> NoReturn:

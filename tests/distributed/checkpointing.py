@@ -114,11 +114,13 @@ def loaded(folder: Path, plan: Plan | None) -> dict[str, Tensor]:
     return whole_state(run)
 
 
-FOUR = Plan(dp=2, cp=2, shard=Shard(2, 2, 2))
+FOUR = Plan(dp=2, cp=2, shard=Shard(params=1, grads=2, optimizer=4))
+HSDP = Plan(dp=2, cp=2, shard=Shard(2, 2, 2))
+TWO = Plan(cp=2, shard=Shard(params=1, grads=2, optimizer=2))
 
 
 def on_four_ranks(folder: Path) -> dict[str, Any]:
-    found = loaded(folder / "one", FOUR)
+    found = loaded(folder / "one", HSDP)
     run = Run(folder / "four", FOUR)
     run.train()
     state = whole_state(run)
@@ -136,7 +138,7 @@ def written_while_unsharded(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def on_two_ranks(folder: Path) -> dict[str, Any]:
-    plan = Plan(cp=2)
+    plan = TWO
     found = {name: loaded(folder / name, plan) for name in ("one", "four")}
     straight = Run(folder / "two", plan, keep=3)
     straight.train(asynchronous=True)
@@ -154,7 +156,7 @@ def on_two_ranks(folder: Path) -> dict[str, Any]:
 
 def killed(folder: Path) -> float:
     """Seconds until the survivors of a rank that dies in a save raise."""
-    run = Run(folder / "killed", Plan(cp=2))
+    run = Run(folder / "killed", TWO)
     began = 0.0
 
     def before_save(step: int) -> None:
