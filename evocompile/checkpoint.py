@@ -176,6 +176,12 @@ class Checkpoints:
     # --- what is saved -----------------------------------------------------------------------------------------------
 
     def _tensors(self) -> dict[str, Any]:
+        on_meta = [name for name, each in self._model.state_dict().items() if getattr(each, "is_meta", False)]
+        if on_meta:
+            raise StateError(
+                f"{on_meta[0]!r} is on the meta device: give the model memory before its checkpoint is loaded, with "
+                "model.to_empty(device=…), or with evocompile.materialize() where buffers are not in the checkpoint"
+            )
         state: dict[str, Any] = {"model": get_model_state_dict(self._model)}
         if self._optimizer is not None:
             state["optimizer"] = get_optimizer_state_dict(self._model, self._optimizer)

@@ -98,6 +98,8 @@ def test_what_does_not_fit_is_refused(folder: Path, one: checkpointing.Run, tmp_
     with pytest.raises(StateError, match=r"no state for 'loader'; it has \['schedule'\]"):
         schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(one.model.parameters()), 2)
         Checkpoints(folder / "one", checkpointing.Dropping(), loader=schedule).load()
+    with pytest.raises(StateError, match=r"'scale' is on the meta device: give the model memory before"):
+        Checkpoints(folder / "one", checkpointing.Dropping().to("meta")).load()
     with pytest.raises(StateError, match="at least one checkpoint has to stay"):
         Checkpoints(tmp_path, model, keep=0)
     alone = Checkpoints(tmp_path, model)
