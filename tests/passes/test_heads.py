@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from evocompile.passes.heads import head_intervals
 from evocompile.plan import Plan
 from tests.conftest import References
 from tests.models.compare import assert_gradients, assert_loss
 from tests.models.zoo import Case
+from tests.passes.test_schedules import run
 from tests.virtual_model import virtual_model
+
+LENGTH = 11
 
 
 @pytest.mark.parametrize(
@@ -58,3 +62,43 @@ def test_an_all_to_all_carries_queries_keys_and_values() -> None:
     sent = [each.sent for each in program.collectives.values() if each.kind == "all_to_all"]
     assert sent == [there, back] * 2 + [back, there] * 2
     assert torch.float32.itemsize == size
+
+
+class Biased(nn.Module):
+    """Attention whose scores are changed by learned numbers of each query head, in an own way for even heads."""
+
+    SCORE = "where(h % 2 == 0, s + p0(h)*(k - q), s + p1(h, q))"
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.Linear(8, 3 * 4 * 4, dtype=torch.float64)
+        self.slopes = nn.Parameter(torch.randn(4, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.randn(4, LENGTH, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(2, (4, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, 2))
+        params = [self.slopes, self.bias]
+        return torch.ops.evocompile.dense_attention(q, k, v, None, True, 0.5, params, None, self.SCORE)[0]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(ulysses=2),
+        Plan(ulysses=3),
+        Plan(ulysses=5),
+        Plan(cp=2, ulysses=2),
+        Plan(cp=3, attention="balanced"),
+        Plan(cp=4, inner_ring=2),
+    ],
+    ids=str,
+)
+def test_numbers_of_heads_go_with_their_heads(plan: Plan) -> None:
+    model, x = Biased(), torch.randn(2, LENGTH, 8, dtype=torch.float64)
+    expected = model(x)
+    expected.sum().backward()
+    out, gradients, _ = run(model, x, plan)
+    torch.testing.assert_close(out, expected.detach(), rtol=1e-10, atol=1e-10)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-10)

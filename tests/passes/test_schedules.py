@@ -96,7 +96,7 @@ class Attention(nn.Module):
         )
 
 
-def run(model: Attention, x: Tensor, plan: Plan) -> tuple[Tensor, dict[str, Tensor], list[Program]]:
+def run(model: nn.Module, x: Tensor, plan: Plan) -> tuple[Tensor, dict[str, Tensor], list[Program]]:
     program = capture(model.forward, model, (), {"x": x}).program
     programs = [run_passes(program, plan, rank) for rank in range(plan.world)]
     weights = dict(model.named_parameters())
