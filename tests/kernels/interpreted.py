@@ -13,14 +13,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import evocompile.kernels.triton.operators  # noqa: F401  registers the operators
-from evocompile import KernelError
+from evocompile import KernelError, Plan, Shard
+from evocompile.capture import capture
 from evocompile.kernels import dispatch
 from evocompile.kernels.mask import parse_mask
 from evocompile.kernels.triton import launch, tiles
 from evocompile.kernels.triton.launch import Step
+from evocompile.pipeline import run_passes
+from evocompile.program import InputKind
+from evocompile.virtual import virtual_step
 from tests.kernels.test_attention import (
     BIDIRECTIONAL,
     CAUSAL,
@@ -235,6 +239,82 @@ def test_a_mask_of_another_form_is_refused_or_left_to_others(monkeypatch: pytest
     monkeypatch.delenv(dispatch.VARIABLE)
     out, lse = ops.attention(q, k, v, [], mask, SCALE)
     check((out, lse), exact(q, k, v, keep_of(mask, [], q, k), d_out)[:2], torch.float32)
+
+
+class Attend(nn.Module):
+    """Two query heads for each key head, a window, value heads of another size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(8, 32), nn.Linear(8, 16), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each(x).unflatten(2, (heads, -1)).transpose(1, 2) for each, heads in self._heads())
+        at = torch.arange(x.shape[1])
+        keep = (at <= at[:, None]) & (at > at[:, None] - 9)
+        k, v = (each.repeat_interleave(2, dim=1) for each in (k, v))
+        return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=keep).square().sum()
+
+    def _heads(self) -> list[tuple[nn.Module, int]]:
+        return [(self.q, 2), (self.k, 1), (self.v, 1)]
+
+
+def test_a_parallel_program_trains_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a model to the gradients of three ranks, all attention by these kernels, chosen for whole steps."""
+    monkeypatch.delenv(dispatch.VARIABLE)
+    launched: list[str] = []
+    for name in ("forward", "backward"):
+        original = getattr(launch, name)
+
+        def record(*args: Any, original: Any = original, name: str = name) -> None:
+            launched.append(name)
+            original(*args)
+
+        monkeypatch.setattr(launch, name, record)
+    torch.manual_seed(0)
+    model, x = Attend(), torch.randn(2, 19, 8)
+    loss = model(x)
+    loss.backward()
+    captured = capture(model.forward, model, (), {"x": x}).program
+    programs = [run_passes(captured, Plan(cp=3, shard=Shard()), rank) for rank in range(3)]
+    values = {"x": x, **{name: each.detach() for name, each in model.named_parameters()}}
+    inputs = [values[each.name] for each in programs[0].inputs if each.kind is not InputKind.TANGENT]
+    result = virtual_step(programs, [inputs] * 3, [torch.ones(())])
+    steps = {
+        name: sum(name in str(node.target) for each in programs for node in each.graphs[graph].graph.nodes)
+        for name, graph in (("attention_step", "forward"), ("attention_backward_step", "backward"))
+    }
+    assert [launched.count(name) for name in ("forward", "backward")] == list(steps.values())
+    for outputs, gradients in zip(result.outputs, result.gradients, strict=True):
+        torch.testing.assert_close(outputs[0], loss, rtol=1e-5, atol=0)
+        for name, each in model.named_parameters():
+            found = gradients[name]
+            assert isinstance(found, Tensor) and each.grad is not None
+            close(found, each.grad.double(), 1e-5)
+
+
+def test_inductor_keeps_the_state_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps in a compiled graph write one buffer: nothing copies the state between them."""
+    q, k, v, d_out = make((2, 1), 16, 32, (16, 16), torch.float32, batch=1)
+    written: list[int] = []
+    original = launch.forward
+
+    def record(*args: Any) -> None:
+        written.append(args[4].data_ptr())
+        original(*args)
+
+    monkeypatch.setattr(launch, "forward", record)
+
+    def chain(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = q.new_zeros(1, 2, 16, 16), q.new_full((1, 2, 16), -math.inf)
+        for lo in (0, 16):
+            part = k[:, :, lo : lo + 16] * 1.0, v[:, :, lo : lo + 16] * 1.0
+            ops.triton_attention_step_(q, *part, out, lse, [], FULL, [0, 16], [lo, lo + 16], SCALE)
+        return out * 2, lse
+
+    out, lse = torch.compile(chain, fullgraph=True)(q, k, v)
+    check((out / 2, lse), exact(q, k, v, None, d_out)[:2], torch.float32)
+    assert len(written) == 2 and written[0] == written[1]
 
 
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
