@@ -435,6 +435,8 @@ def _modulo(low: float, high: float, step: int) -> Bounds:
 
 _TORCH: dict[str, Callable[[Any, Any], Any]] = {
     "<=": operator.le,
+    "<": operator.lt,
+    ">=": operator.ge,
     ">": operator.gt,
     "==": operator.eq,
     "!=": operator.ne,
@@ -483,6 +485,9 @@ def evaluate(
             case sympy.And() | sympy.Or():
                 join = operator.and_ if isinstance(each, sympy.And) else operator.or_
                 return _fold(join, each.args)
+            case sympy.Not(args=(condition,)):
+                held = value(condition)
+                return not held if isinstance(held, bool) else ~held
             case Relational():
                 return _TORCH[each.rel_op](value(each.lhs), value(each.rhs))
             case sympy.floor(args=(ratio,)):

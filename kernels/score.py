@@ -216,7 +216,7 @@ def _numbers(dtype: torch.dtype, at: Positions) -> Any:
     def value(each: sympy.Basic, inner: Any) -> Any:
         match each:
             case sympy.Rational() | sympy.core.numbers.Infinity() | sympy.core.numbers.NegativeInfinity():
-                return float(each)
+                return number(float(each))  # a tensor: a Python float would make float32 of integers
             case where(args=(condition, held, otherwise)):
                 chosen = inner(condition)
                 if isinstance(chosen, bool):

@@ -21,6 +21,8 @@ from evocompile.kernels.score import S
 from evocompile.program import source_line
 
 from . import written_attention
+from .build import fake_mode_of
+from .flex_forms import is_flex, read_flex
 from .written_attention import Leaves, Written
 
 _SDPA = torch.nn.functional.scaled_dot_product_attention
@@ -35,6 +37,8 @@ def make_attention_canonical(gm: fx.GraphModule) -> None:
     for body in [each for each in gm.modules() if isinstance(each, fx.GraphModule)]:
         for node in body.graph.find_nodes(op="call_function", target=_SDPA):
             _replace_sdpa(node)
+        for node in [each for each in body.graph.nodes if is_flex(each)]:
+            _replace_flex(node)
         for softmax in written_attention.softmaxes(body.graph):
             _replace_written(softmax)
         body.graph.lint()
@@ -65,6 +69,18 @@ def _replace_sdpa(node: fx.Node) -> None:
     _erase_unused(node)
     for each in unused:
         _erase_unused(each)
+
+
+def _replace_flex(node: fx.Node) -> None:
+    def make(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
+        return _before(node, target, *args, **kwargs)
+
+    try:
+        found = read_flex(node, make)
+        _write(found)
+    except written_attention.NotAttention as reason:
+        _refuse(node, f"flex_attention: {reason}. Write it with the positions, tables and the score alone")
+    _erase_unused(found.result)
 
 
 def _write(found: Written) -> None:
@@ -124,15 +140,15 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
     return tuple(_fake(node).shape)
 
 
-def _before(node: fx.Node, target: Any, *args: Any) -> fx.Node:
+def _before(node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """Inserts a call of a function, or of a method by its name, before the node and as from its source line."""
-    fakes = fx.map_arg(args, _fake)
-    mode = getattr(_fake(node), "fake_mode", None) or nullcontext()
+    fakes, named = fx.map_arg(args, _fake), fx.map_arg(kwargs, _fake)
+    mode = fake_mode_of(node.graph, "example_value") or nullcontext()
     with node.graph.inserting_before(node), mode:
         if isinstance(target, str):
-            made, value = node.graph.call_method(target, args), getattr(fakes[0], target)(*fakes[1:])
+            made, value = node.graph.call_method(target, args, kwargs), getattr(fakes[0], target)(*fakes[1:], **named)
         else:
-            made, value = node.graph.call_function(target, args), target(*fakes)
+            made, value = node.graph.call_function(target, args, kwargs), target(*fakes, **named)
     made.meta = {**node.meta, "example_value": value}
     return made
 

@@ -174,10 +174,10 @@ def _hashable(value: Any) -> Any:
     return type(value), value
 
 
-def fake_mode_of(graph: fx.Graph) -> Any:
-    """The fake mode under which a graph was captured."""
+def fake_mode_of(graph: fx.Graph, key: str = "val") -> Any:
+    """The fake mode under which a graph was captured. key: "example_value" for Dynamo's graph."""
     for node in graph.nodes:
-        mode = getattr(node.meta.get("val"), "fake_mode", None)
+        mode = getattr(node.meta.get(key), "fake_mode", None)
         if mode is not None:
             return mode
     raise AssertionError("a captured graph has fake values")

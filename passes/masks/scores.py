@@ -12,6 +12,7 @@ that attends nowhere: there the softmax is over equal numbers, and all keys coun
 
 from __future__ import annotations
 
+import operator
 from typing import NamedTuple
 
 import sympy
@@ -22,17 +23,18 @@ from sympy.logic.boolalg import Boolean
 from torch import fx
 
 from evocompile.errors import MaskError
-from evocompile.kernels.mask import B, H, K, Mask, Q, table
+from evocompile.kernels.mask import B, H, K, Mask, Q, normalize, table
 from evocompile.kernels.score import Score, float_table, frozen, param, parse_score, where
 from evocompile.program import val
 
 from .dead_rows import live_rows
 from .recover import MaskRecovery, refusal
 from .relative import constant_node, of_relative_positions
-from .rules import broadcast
-from .values import Unproven, Value
+from .rules import MOVES, broadcast
+from .values import Unproven, Value, only_number
 
 aten = torch.ops.aten
+_ARITHMETIC = {aten.add: operator.add, aten.sub: operator.sub, aten.mul: operator.mul, aten.div: operator.truediv}
 _LOWEST = torch.finfo(torch.bfloat16).min  # a mask's finite number is at most this
 
 
@@ -109,10 +111,13 @@ class ScoreRecovery:
 
     def _number(self, grid: fx.Node, params: int, extra: list[fx.Node]) -> sympy.Expr:
         coordinates = broadcast(val(grid).shape, (B, H, Q, K))
+        is_float = val(grid).is_floating_point()
+        attempts = (self._of_one_position, self._of_parts, self._of_distance) if is_float else (self._of_distance,)
         try:
-            return _by_cases(self.masks.value(grid, coordinates))
+            value = self.masks.value(grid, coordinates)
+            return _by_cases(value) if is_float else only_number(value)
         except (Unproven, MaskError) as error:
-            for attempt in (self._of_one_position, self._of_a_sum, self._of_distance):
+            for attempt in attempts:
                 found = attempt(grid, params, extra)
                 if found is not None:
                     return found
@@ -136,6 +141,9 @@ class ScoreRecovery:
             return where(sympy.Ne(table(kept, position), 0), number, _rational(_LOWEST))
         if may_mask:
             return None
+        if sizes[0] == length == 1:
+            extra.append(self._after(grid, (aten.reshape.default, [sizes[1]])))
+            return param(params + len(extra) - 1)
         steps = [(aten.reshape.default, [sizes[0], sizes[1], length]), (aten.permute.default, [1, 0, 2])]
         if sizes[0] == 1:
             steps.append((aten.squeeze.dims, [1]))
@@ -143,17 +151,29 @@ class ScoreRecovery:
         row = (B,) if sizes[0] > 1 else ()
         return param(params + len(extra) - 1, *row, position)
 
-    def _of_a_sum(self, grid: fx.Node, params: int, extra: list[fx.Node]) -> sympy.Expr | None:
-        """A sum, as of a bias and a mask, by its parts."""
-        if grid.target != aten.add.Tensor or grid.kwargs:
-            return None
-        one, other = grid.args
-        if not isinstance(one, fx.Node) or not isinstance(other, fx.Node):
-            return None
+    def _of_parts(self, grid: fx.Node, params: int, extra: list[fx.Node]) -> sympy.Expr | None:
+        """A sum, a product or a choice, as of a bias and a mask, by its parts."""
+        packet = getattr(grid.target, "overloadpacket", None)
+        coordinates = broadcast(val(grid).shape, (B, H, Q, K)) if val(grid).dim() <= 4 else ()
+
+        def part(each: object) -> sympy.Expr:
+            return self._number(each, params, extra) if isinstance(each, fx.Node) else _rational(float(each))  # type: ignore[arg-type]
+
         try:
-            return self._number(one, params, extra) + self._number(other, params, extra)
+            if packet in _ARITHMETIC and not grid.kwargs:
+                return _ARITHMETIC[packet](*(part(each) for each in grid.args))
+            if packet == aten.where:
+                condition, held, otherwise = grid.args
+                return where(self.masks.as_condition(condition), part(held), part(otherwise))  # type: ignore[arg-type]
+            if packet == torch.ops.prims.convert_element_type:
+                return part(grid.args[0])
+            source = grid.args[0] if grid.args else None
+            if packet in MOVES and isinstance(source, fx.Node) and val(source).dim() <= 4:
+                moved = MOVES[packet](self.masks.domain, grid, coordinates)
+                return part(source) if moved == broadcast(val(source).shape, (B, H, Q, K)) else None
         except MaskError:
-            return None
+            pass
+        return None
 
     def _may_mask(self, grid: fx.Node) -> bool:
         """Whether a float tensor may hold numbers as low as they go: floats of the user's, or computed with such."""
@@ -234,7 +254,7 @@ class _Masked:
             kept = sympy.Or(sympy.And(condition, keep), sympy.And(sympy.Not(condition), other_keep))
             if keep == sympy.false or other_keep == sympy.false or one == other:
                 return kept, other if keep == sympy.false else one
-            return kept, where(condition, one, other)
+            return kept, where(normalize(condition), one, other)
         return sympy.true, number
 
 

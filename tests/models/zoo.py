@@ -116,6 +116,33 @@ def _deepseek() -> nn.Module:
     return _hf("DeepseekV3", num_key_value_heads=4, **attention, **experts)
 
 
+def _eager(name: str, head: str = "ForCausalLM", **changes: Any) -> nn.Module:
+    """A model of transformers that writes its attention out. These do not name their sizes as Llama does."""
+    import transformers
+
+    tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(transformers, f"{name}Config")(attn_implementation="eager", use_cache=False, **tokens, **changes)
+    return getattr(transformers, name + head)(config)
+
+
+class Prepared(nn.Module):
+    """An encoder and decoder of transformers on ids of two lengths."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        shorter = labels[:, :-3].contiguous()
+        out = self.model(input_ids=input_ids, attention_mask=attention_mask, labels=shorter, use_cache=False)
+        return out.loss, out.logits
+
+
+_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+
+
 class PlainGPT(nn.Module):
     """A GPT as people write it by hand: learned positions, fused qkv, biases, GELU, tied head, shifted labels."""
 
@@ -212,6 +239,17 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "bert": lambda: _hf(
         "Bert", "ForMaskedLM", num_key_value_heads=None, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
     ),
+    "llama-eager": lambda: _hf("Llama", attn_implementation="eager"),
+    "gemma2": lambda: _hf(
+        "Gemma2", head_dim=8, sliding_window=5, attn_implementation="eager", attn_logit_softcapping=2.0
+    ),
+    "gpt-oss": lambda: _hf(
+        "GptOss", head_dim=8, sliding_window=5, attn_implementation="eager", use_cache=False, **_EXPERTS
+    ),
+    "mpt": lambda: _eager("Mpt", d_model=32, n_layers=2, n_heads=4, max_seq_len=64),
+    "bloom": lambda: _eager("Bloom", hidden_size=32, n_layer=2, n_head=4),
+    "falcon": lambda: _eager("Falcon", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True),
+    "t5": lambda: Prepared(_eager("T5", "ForConditionalGeneration", dropout_rate=0.0, **_T5)),
     "encoder": lambda: Encoder(norm_first=False),
     "encoder-norm-first": lambda: Encoder(norm_first=True),
     "encoder-seq-first": lambda: Encoder(norm_first=True, batch_first=False),

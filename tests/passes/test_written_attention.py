@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from evocompile.capture import capture
 from evocompile.passes.rules.attention import ATTENTION, call_of
@@ -81,19 +82,26 @@ def attentions(program: Program) -> list[Any]:
     return [call_of(node) for node in bound.joint.graph.find_nodes(op="call_function", target=ATTENTION)]
 
 
-def check(model: nn.Module, mask: str | None, score: str | None = "s", plan: Plan = CP3, **inputs: Tensor) -> Program:
+def check(
+    model: Written,
+    mask: str | None,
+    score: str | None = "s",
+    plan: Plan = CP3,
+    by_hand: Attend | None = None,
+    **inputs: Tensor,
+) -> Program:
     """One step equals one device's, and its attention has this mask and this score function."""
     torch.manual_seed(0)
     inputs = {"x": torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64), **inputs}
+    out, gradients, program, captured = run(model, inputs, plan)
+    model.attend = by_hand or model.attend
     with sdpa_kernel(SDPBackend.MATH):  # the others' gradients are wrong where a finite mask leaves a row nothing
         expected = model(**inputs)
     expected.sum().backward()
-    out, gradients, program, captured = run(model, inputs, plan)
     torch.testing.assert_close(out, expected.detach(), rtol=1e-10, atol=1e-10)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(
-            gradients[name], parameter.grad, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-10)
     (call,) = attentions(captured)
     if mask is not None:
         assert call.mask == mask
@@ -204,6 +212,68 @@ def leaf(*shape: int, seed: int = 3) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
+def flex(m: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+    def attends(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (documents[b, query] == documents[b, key])
+
+    def changed(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return 3.0 * torch.tanh(score / 3.0) + m.learned_slopes[h] * (key - query)
+
+    blocks = create_block_mask(attends, BATCH, None, LENGTH, LENGTH, device="cpu")
+    return flex_attention(q, k, v, score_mod=changed, block_mask=blocks, enable_gqa=True)
+
+
+def flex_score_alone(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def changed(score: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return torch.where((query - key).abs() < 4, score, -float("inf"))
+
+    return flex_attention(q, k, v, score_mod=changed, scale=0.7)
+
+
+def flex_by_hand(m: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+    distance = torch.arange(LENGTH) - torch.arange(LENGTH)[:, None]
+    scores = q @ repeated(k).mT / math.sqrt(DIM)
+    scores = 3.0 * torch.tanh(scores / 3.0) + m.learned_slopes[:, None, None] * distance
+    allowed = causal() & (documents[:, None, :, None] == documents[:, None, None, :])
+    return scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ repeated(v)
+
+
+def flex_score_by_hand(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    distance = torch.arange(LENGTH) - torch.arange(LENGTH)[:, None]
+    return (q @ k.mT * 0.7).masked_fill(distance.abs() >= 4, -torch.inf).softmax(-1) @ v
+
+
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 8, [0] * 9 + [1] * 4])
+
+
+def test_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses gradients of its own kernel on the CPU, which is not asked to compute any here."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    model = Written(flex, 2, learned_slopes=leaf(HEADS))
+    check(model, "(k <= q) & (t0(b, k) == t0(b, q))", None, by_hand=flex_by_hand, documents=DOCUMENTS)
+    check(Written(flex_score_alone), "(k <= q + 3) & (k > q - 4)", by_hand=flex_score_by_hand)
+
+
+def dropped(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT + torch.where(causal(), 0.0, LOWEST)
+    return F.dropout(scores.softmax(-1), 0.5) @ v
+
+
+def dropped_sdpa(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.5, scale=1.0)
+
+
+@pytest.mark.parametrize("attend", [dropped, dropped_sdpa])
+def test_dropout_is_the_same_on_every_plan(attend: Attend) -> None:
+    torch.manual_seed(1)
+    model, inputs = Written(attend), {"x": torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64)}
+    plans = [Plan(cp=2), Plan(cp=3, attention="balanced"), Plan(dp=2, cp=2, attention="ring")]
+    first, *others = (run(model, inputs, plan)[:2] for plan in plans)
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(first[0], model.eval()(**inputs))
+
+
 SLOPES = 2.0 ** -torch.arange(1, HEADS + 1).double()
 TRIL = torch.ones(32, 32).tril().view(1, 1, 32, 32)
 ALIBI = SLOPES[:, None, None] * torch.arange(-31, 1)
@@ -218,7 +288,7 @@ CASES: dict[str, tuple[Callable[[], Written], str | None, str | None]] = {
     "T5": (lambda: Written(t5, table=leaf(8, HEADS)), "k <= q", "s + p0(h, t0(b, k - q + 12))"),
     "ViT": (lambda: Written(vit), "True", "s"),
     "Swin": (lambda: Written(swin, bias=leaf(HEADS, LENGTH, LENGTH)), "True", "s + p0(h, k + 13*q)"),
-    "ALiBi and mask": (lambda: Written(alibi_and_mask_in_one, slopes=SLOPES), "k <= q", "s + p0(h, k - q + 12)"),
+    "ALiBi and mask": (lambda: Written(alibi_and_mask_in_one, slopes=SLOPES), "k <= q", "s + ((k - q)*p0(h))"),
     "learned": (
         lambda: Written(per_key, temperature=leaf(1), of_keys=leaf(LENGTH), of_heads=leaf(HEADS)), "k <= q", None,
     ),
