@@ -172,12 +172,21 @@ def _positions(intervals: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _step(
-    q: Tensor, k: Tensor, v: Tensor, carried: tuple[Tensor, Tensor] | None, where: Where, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    carried: tuple[Tensor, Tensor] | None,
+    where: Where,
+    scale: float,
+    final: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The state after the rows have attended the columns. What is carried is read only."""
+    """The state after the rows have attended the columns; after the final step out may be in q's dtype.
+
+    What is carried is read only.
+    """
     kernel = step_kernel(q, v, where.mask, where.form)
     if kernel is not None and _some(q, k):
-        return kernel.step(q, k, v, carried, *where, scale)
+        return kernel.step(q, k, v, carried, *where, scale, final)
 
     def attend(block: Block) -> tuple[Tensor, Tensor]:
         q_rows, k_columns, v_columns = _part(q, block.rows), _part(k, block.columns), _part(v, block.columns)
@@ -349,7 +358,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """(out in q's dtype, lse) of whole sequences under the predicate `mask` (`kernels.mask`) with its tables."""
     form = Form(params or (), seed, score, dropout)
-    out, lse = _step(q, k, v, None, _everywhere(q, k, tables, mask, form), scale)
+    out, lse = _step(q, k, v, None, _everywhere(q, k, tables, mask, form), scale, final=True)
     return out.to(q.dtype), lse
 
 

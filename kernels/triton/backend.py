@@ -60,11 +60,12 @@ def step(
     k_intervals: tuple[int, ...],
     form: Form,
     scale: float,
+    final: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The state after a step, new tensors. `carried` is read only."""
+    """The state after a step, new tensors; out in q's dtype if it is the final one. `carried` is read only."""
     from . import launch
 
-    out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=torch.float32)
+    out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=q.dtype if final else torch.float32)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     launch.forward(q, k, v, carried, out, lse, _given(tables, mask, q_intervals, k_intervals, form, scale))
     return out, lse

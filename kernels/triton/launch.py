@@ -79,13 +79,12 @@ def forward(
     Without a carried state the rows start from none. out in q's dtype makes it the final step.
     """
     parts = step.full_parts()
-    if parts is None:
-        _launch_forward(q, k, v, carried, out, lse, step)
-    elif len(parts) == 1 and parts[0][0] == slice(0, q.shape[2]):
+    if parts is not None and len(parts) == 1 and parts[0][0] == slice(0, q.shape[2]):
         columns = parts[0][1]
         _launch_forward(q, k[:, :, columns], v[:, :, columns], carried, out, lse, step, full=True)
+    elif parts is None or out.dtype != torch.float32:  # a final step is one launch
+        _launch_forward(q, k, v, carried, out, lse, step)
     else:
-        assert out.dtype == torch.float32 or len(parts) <= 1, "a final step has one part"
         _start(carried, out, lse)
         for rows, columns in parts:
             state = out[:, :, rows], lse[:, :, rows]
@@ -127,7 +126,7 @@ def _launch_forward(
             triton.set_allocator(lambda size, alignment, stream: q.new_empty(size, dtype=torch.int8))
         attention_forward[(work.shape[0], q.shape[0] * q.shape[1])](
             q_in, k_in, v_in, *(carried or (out, lse)), out, lse, work, *_mask_operands(q, k, step, full),
-            step.scale, step.softcap, *_band(step), q.shape[2], k.shape[2], lse.stride(1), q.shape[1],
+            step.scale, step.softcap, *_band(step), q.shape[2], k.shape[2], _between_heads(lse), q.shape[1],
             *_strides(q, k, v), *_document_strides(q, step, full),
             **_constants(q, k, v, step, full, found, read), CARRIED=carried is not None,
             EVEN=k.shape[2] % found.columns == 0, SPECIALIZE=specialize,
@@ -208,7 +207,7 @@ def _launch_backward(
         with _device(q):
             function[(work.shape[0], batch * own_heads)](
                 q_in, k_in, v_in, d_in, lse2, delta, *targets, work, *masks, step.scale, step.softcap, *band,
-                q.shape[2], k.shape[2], padded, targets[0].stride(1) // targets[0].shape[3], heads,
+                q.shape[2], k.shape[2], padded, _between_heads(targets[0]) // targets[0].shape[3], heads,
                 *_strides(q, k, v, d_out), *documents, **constants, ACCUMULATE=accumulate,
             )  # fmt: skip
 
@@ -221,7 +220,7 @@ def _prepare(out: Tensor, d_out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     lse2, delta = (lse.new_empty((batch, heads, padded)) for _ in range(2))
     with _device(out):
         attention_backward_prepare[(padded // _ROW_PADDING, batch * heads)](
-            out, d_out, lse, lse2, delta, rows, lse.stride(1), padded, *_strides(out, d_out), heads,
+            out, d_out, lse, lse2, delta, rows, _between_heads(lse), padded, *_strides(out, d_out), heads,
             VALUE_DIM=dim, BLOCK_E=_padded(dim), BLOCK_M=_ROW_PADDING, num_warps=4,
         )  # fmt: skip
     return lse2, delta
@@ -321,6 +320,11 @@ def _work_of_columns(q: Tensor, k: Tensor, step: Step, full: bool, found: Blocks
 @lru_cache(maxsize=1024)
 def _full_work(own: int, other: int, block: int, device: torch.device) -> Tensor:
     return work_table((0, own), (0, other), None, None, block, 1, True, device)
+
+
+def _between_heads(x: Tensor) -> int:
+    """Elements from a head to the next in rows of a contiguous tensor; the stride of a dim of size 1 means nothing."""
+    return x.stride(1) if x.shape[1] > 1 else x.stride(0)
 
 
 def _strides(*tensors: Tensor) -> list[int]:

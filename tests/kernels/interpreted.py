@@ -194,6 +194,21 @@ def test_scores_and_sinks(softcap: float, with_slopes: bool, with_sinks: bool) -
         assert all(torch.equal(one, other) for one, other in zip((*state, *gradients), found, strict=True))
 
 
+@pytest.mark.parametrize(("mask", "columns"), [(CAUSAL, (0, 40)), (CAUSAL, (0, 3, 30, 35)), ("k <= 5", (0, 10))])
+def test_the_final_step_is_in_the_inputs_dtype(mask: str, columns: tuple[int, ...]) -> None:
+    """From a carried float32 state, on one head, whose stride means nothing."""
+    q, k, v, d_out = make((1, 1), 20, sum(columns[1::2]) - sum(columns[::2]), (16, 16), torch.float16)
+    step = Step(mask, [], (20, 40), columns, SCALE)
+    before = torch.randn(d_out.shape), torch.randn(q.shape[:3])
+    out, lse = torch.empty(d_out.shape), torch.empty(2, 20, 1).transpose(1, 2)
+    final, final_lse = torch.empty_like(d_out), torch.empty(q.shape[:3])
+    launch.forward(q, k, v, before, out, lse, step)
+    launch.forward(q, k, v, before, final, final_lse, step)
+    assert final.dtype == torch.float16
+    torch.testing.assert_close(final.float(), out, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(final_lse, lse)
+
+
 def test_dead_blocks_are_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[int] = []
     original = launch._work_of_rows

@@ -6,7 +6,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
+import evocompile.kernels.triton.operators  # noqa: F401  registers the operators
 from evocompile.kernels.mask import parse_mask
 from evocompile.kernels.pattern import Pattern, ScorePattern, pattern_of, score_pattern
 from evocompile.kernels.triton.work import Intervals, position_tensor, work_table
@@ -82,6 +85,20 @@ def test_scores(text: str, expected: ScorePattern) -> None:
 )  # fmt: skip
 def test_other_scores_say_why(text: str) -> None:
     assert isinstance(score_pattern(text), str)
+
+
+def test_flops_of_the_operators_in_place() -> None:
+    """As of `attention_step`: the pairs that attend, two products forward, five backward."""
+    ops = torch.ops.evocompile
+    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
+        q, k, v, d_out = (torch.empty(2, heads, 32, dim) for heads, dim in ((4, 16), (2, 16), (2, 8), (4, 8)))
+        lse, where = torch.empty(2, 4, 32), ([], "k <= q", [32, 64], [16, 48], 1.0)
+        ops.triton_attention_step_(q, k, v, d_out, lse, *where)
+        forward = counter.get_total_flops()
+        ops.triton_attention_backward_step_(d_out, q, k, v, d_out, lse, q, k, v, *where)
+    pairs = 32 * 16 + 16 * 17 // 2 + 16 * 16
+    assert forward == 2 * 2 * 4 * (16 + 8) * pairs
+    assert counter.get_total_flops() - forward == 2 * 2 * 4 * (3 * 16 + 2 * 8) * pairs
 
 
 @pytest.mark.parametrize(("lower", "upper"), [(None, None), (None, 0), (-9, 0), (-9, None), (3, 6), (-40, 40)])
