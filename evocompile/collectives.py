@@ -245,6 +245,19 @@ def program_events(program: Program) -> list[Event]:
     return found
 
 
+def step_events(programs: Sequence[Program]) -> list[Event]:
+    """The starts and waits of a step of several micro-batches, and the sum of their losses at the end."""
+    found: list[Event] = []
+    for program in programs:
+        own, first = program_events(program), len(found)
+        found += [event._replace(start=event.start + first) if event.kind == "wait" else event for event in own]
+    micro = programs[0].micro
+    if micro is not None and len(group_ranks(micro.loss_group)) > 1:
+        found.append(Event("all_reduce", "loss", micro.loss_group, what="the loss of all micro-batches"))
+        found.append(Event("wait", "loss", start=len(found) - 1))
+    return found
+
+
 def sent_bytes(event: Event, rank: int) -> int:
     """Bytes that `rank` puts on the wire, by the ring algorithms' volume (see `Collective.sent`)."""
     others = len(group_ranks(event.group)) - 1

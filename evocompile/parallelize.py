@@ -138,6 +138,7 @@ def _install(module: nn.Module, plan: Plan | str, optimizer: Optimizer | None, o
             "the model is on the meta device, where an optimizer has nothing to train: give the weights values after "
             "parallelize(), then build the optimizer"
         )
+    _check_micro_batches(plan, options)
     degree = plan.shard_degrees.optimizer
     mesh = state_mesh(world, degree, (group_device() if on_meta else device).type)
     watch = shard_parameters(module, mesh, degree, optimizer)
@@ -205,6 +206,19 @@ def _options(
     if attention_backend is not None:
         check_name(attention_backend)
     return Options(backend, inputs, bool(check), attention_backend, Precision.of(precision) if precision else None)
+
+
+def _check_micro_batches(plan: Plan, options: Options) -> None:
+    if plan.microbatches == 1:
+        return
+    instead = "split the batch in the loop, with model.no_sync()"
+    if options.inputs == "local":
+        raise PlanError(f"Plan(microbatches={plan.microbatches}) with inputs='local' is not built yet: {instead}")
+    if options.precision is not None and options.precision.compute is torch.float16:
+        raise PlanError(
+            f"Plan(microbatches={plan.microbatches}) computes gradients before GradScaler's scale is known, which in "
+            f"fp16 loses the small ones: {instead}, or use bf16"
+        )
 
 
 def _described(target: Any) -> str:

@@ -14,17 +14,24 @@ Progress = Callable[[str], None]
 
 
 def run_passes(
-    captured: Program, plan: Plan, rank: int, *, snapshots: bool = False, progress: Progress | None = None
+    captured: Program,
+    plan: Plan,
+    rank: int,
+    *,
+    number: int = 0,
+    snapshots: bool = False,
+    progress: Progress | None = None,
 ) -> Program:
     """This rank's forward and backward graphs from a captured program. `captured` itself is left as it is.
 
+    number:    of the micro-batch, where the plan splits the batch into several.
     snapshots: keep every stage as text (`program.snapshots`), for `inspect`.
     progress:  called with the name of each pass as it starts.
     """
     from .passes import PASSES
     from .passes.verify import verify
 
-    program = captured.bind(plan, rank)
+    program = captured.bind(plan, rank, number)
     program.facts.add("captured")
     for each in PASSES:
         missing = each.requires - program.facts

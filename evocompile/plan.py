@@ -59,7 +59,9 @@ class Plan:
                 that would idle under a causal mask help others), "ring" (contiguous chunks, for other masks), or
                 "auto": the order that the model's attentions take least time in, and for each attention the schedule
                 within it, by work and bytes. Under each, a rank fetches only the keys that its queries can see.
-    tp, pp, recompute, overlap, microbatches: only their defaults are built yet.
+    microbatches: parts of the batch that a step computes one after another, forward and backward, for a call that
+                returns the loss alone. The loss is that of the whole batch.
+    tp, pp, recompute, overlap: only their defaults are built yet.
     """
 
     dp: int = 1
@@ -80,7 +82,7 @@ class Plan:
             degree = getattr(self, name)
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
                 raise PlanError(f"Plan.{name} must be a positive integer, got {degree!r}")
-        for name in ("tp", "pp", "microbatches"):
+        for name in ("tp", "pp"):
             if getattr(self, name) != 1:
                 raise PlanError(
                     f"Plan.{name}={getattr(self, name)} is not built yet; use {name}=1 with dp, cp and ulysses"

@@ -173,6 +173,30 @@ class Snapshot:
     seconds: float
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """Which micro-batch of a plan of several a program computes (passes/in_time.py).
+
+    plan, rank: the real ones. loss_group: the ranks whose losses, summed over all micro-batches, add up to the loss.
+    """
+
+    plan: Plan
+    rank: int
+    number: int
+    loss_group: str = ""
+
+    def real(self, rank: int, inside: int) -> int:
+        """The real rank of a rank of the plan with more replicas. inside: ranks of a replica."""
+        return rank // inside // self.plan.microbatches * inside + rank % inside
+
+    def virtual(self) -> tuple[Plan, int]:
+        """The plan with more replicas, and the rank in it."""
+        inside = self.plan.world // self.plan.dp
+        replica = self.rank // inside * self.plan.microbatches + self.number
+        plan = replace(self.plan, dp=self.plan.dp * self.plan.microbatches, microbatches=1)
+        return plan, replica * inside + self.rank % inside
+
+
 @dataclass
 class Program:
     """One rank's program at some point of the pipeline.
@@ -187,6 +211,7 @@ class Program:
               (passes/micro_batches.py); `None` where they would not differ.
     precision: the types of computation, reduction and accumulation.
     facts:    names of what the passes so far provide (the contract that the driver checks).
+    micro:    which micro-batch of a step it is, where the plan splits the batch into several.
     batch_parts: where the batch arrives in parts, one for each replica, the rows of each; else ().
     constants: the values of the buffers that attention masks read; the program holds for these alone.
     """
@@ -212,6 +237,7 @@ class Program:
     facts: set[str] = field(default_factory=set)
     snapshots: list[Snapshot] = field(default_factory=list)
     batch_parts: tuple[int, ...] = ()
+    micro: MicroBatch | None = None
     constants: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -237,15 +263,20 @@ class Program:
     def inputs_of(self, *kinds: InputKind) -> list[Input]:
         return [each for each in self.inputs if each.kind in kinds]
 
-    def bind(self, plan: Plan, rank: int) -> Program:
-        """The captured program for one plan and rank, on a graph of its own."""
+    def bind(self, plan: Plan, rank: int, number: int = 0) -> Program:
+        """The captured program for one plan and rank, on a graph of its own. number: of the micro-batch."""
         assert self.joint is not None
+        micro = None
+        if plan.microbatches > 1:
+            micro = MicroBatch(plan, rank, number)
+            plan, rank = micro.virtual()
         return replace(
             self,
             joint=fx.GraphModule(self.joint, clone_graph(self.joint.graph)),
             plan=plan,
             mesh=Mesh.of(plan),
             rank=rank,
+            micro=micro,
             layouts={},
             collectives={},
             notes=list(self.notes),

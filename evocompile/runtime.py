@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from inspect import signature as signature_of
@@ -23,7 +23,7 @@ from .agreement import agree_across_ranks, check_same_inputs
 from .attention_backends import check_backends
 from .capture import Captured, capture
 from .check import check_against_one_device
-from .collectives import Communicators, program_events
+from .collectives import Communicators, step_events
 from .compile import CompiledGraph, compile_graph
 from .errors import InputError, StateError
 from .kernels import dispatch
@@ -221,35 +221,40 @@ class ParallelCall(NotCopied):
             check_same_inputs(list(inputs.values()), list(inputs), range(self.plan.world))
         communicators = self.model.communicators
         with Progress(shown=self.rank == 0) as progress:
-            captured, program = self._agreed_program(args, kwargs, parts, progress)
-            assemblies = assemblies_of(program)
+            captured, programs = self._agreed_programs(args, kwargs, parts, progress)
+            assemblies = assemblies_of(programs[0])
             communicators.create(set().union(*(each.all_groups for each in assemblies.values())))
 
-        def compiled(name: str) -> CompiledGraph:
+        def compiled(program: Program, name: str) -> CompiledGraph:
             with Progress(shown=self.rank == 0) as progress:
                 graph = communicators.resolve(program.graphs[name])
                 return compile_graph(graph, backend=self.options.backend, progress=progress)
 
-        model = self.model
-        return Variant(
-            model.next_number(),
-            captured,
-            program,
-            compiled,
-            assemblies,
-            communicators,
-            model.watch,
-            model.states,
-            model.device,
-            signature,
-            parts,
-            self.options.attention_backend,
-        )
+        model, number = self.model, self.model.next_number()
 
-    def _agreed_program(
+        def variant(program: Program, others: Sequence[Variant] = ()) -> Variant:
+            return Variant(
+                number,
+                captured,
+                program,
+                functools.partial(compiled, program),
+                assemblies,
+                communicators,
+                model.watch,
+                model.states,
+                model.device,
+                signature,
+                parts,
+                self.options.attention_backend,
+                others,
+            )
+
+        return variant(programs[0], [variant(program) for program in programs[1:]])
+
+    def _agreed_programs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Parts | None, progress: Progress
-    ) -> tuple[Captured, Program]:
-        """Capture and passes on this rank, and the proof that all ranks' programs run together.
+    ) -> tuple[Captured, list[Program]]:
+        """Capture and passes on this rank, for each micro-batch, and the proof that all ranks' programs run together.
 
         A rank that fails here still comes to the meeting, so that the others hear of it instead of waiting.
         """
@@ -263,10 +268,14 @@ class ParallelCall(NotCopied):
             captured = capture(
                 self.original, self.model.module, args, kwargs, parts=parts, precision=self.model.precision
             )
-            program = run_passes(captured.program, self.plan, self.rank, progress=progress)
+            programs = [
+                run_passes(captured.program, self.plan, self.rank, number=number, progress=progress)
+                for number in range(self.plan.microbatches)
+            ]
             with dispatch.use(self.options.attention_backend):
-                check_backends(program)
-            events = program_events(program)
+                for program in programs:
+                    check_backends(program)
+            events = step_events(programs)
         except Exception as error:
             failure, events = error, []
             outcome = f"{type(error).__name__}: {error}"
@@ -286,7 +295,7 @@ class ParallelCall(NotCopied):
         if failure is not None:
             raise failure
         self.model.communicators.create(groups)
-        return captured, program
+        return captured, programs
 
     def _warn_of_stale_optimizer(self) -> None:
         finding = self.model.watch.finding()

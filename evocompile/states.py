@@ -163,6 +163,22 @@ class States(NotCopied):
         for parameter in [each for each in self._accumulated if each.grad is None]:
             del self._accumulated[parameter]
 
+    def deliver(
+        self, parameters: Sequence[Tensor], values: Sequence[Tensor | None], communicators: Communicators
+    ) -> list[Tensor | None]:
+        """Gradients on the optimizer's shards from values over G, with what was accumulated; the copies are stale."""
+        gradients: list[Tensor | None] = []
+        for parameter, value in zip(parameters, values, strict=True):
+            if value is None:
+                gradients.append(None)
+                continue
+            (earlier,) = self.take([parameter])
+            total = value if earlier is None else value + earlier
+            gradients.append(as_gradient(parameter, self._reduced(parameter, total, communicators)))
+        self.deliver_the_rest(communicators)
+        self.refresh()
+        return gradients
+
     def deliver_the_rest(self, communicators: Communicators) -> None:
         """Adds to `.grad` what was accumulated of parameters that the synchronised backward has no gradient for."""
         self._forget_zeroed()

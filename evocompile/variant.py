@@ -23,6 +23,7 @@ from .compile import CompiledGraph
 from .kernels import dispatch
 from .lazy import Assembly, LazyOutput, without_gradient
 from .local_inputs import Parts, Signature
+from .micro_step import run_micro_batches
 from .passes.micro_batches import is_copied
 from .program import InputKind, Output, OutputKind, Program, output_values, placeholders
 from .state import OptimizerWatch, as_gradient, local_shard
@@ -38,6 +39,7 @@ class Variant:
     """A compiled program, and how a call of the module runs it.
 
     compiled: gives a graph of the program compiled, by its name; each is asked for once.
+    others: the same for the step's further micro-batches, where the plan has several.
     states: what the model's programs share: copies of parameters, accumulated gradients.
     number: counts the model's programs; equal on all ranks.
     signature, parts: what all ranks passed, and how it makes a batch, where the batch arrives in parts.
@@ -57,6 +59,7 @@ class Variant:
         signature: Signature,
         parts: Parts | None,
         attention_backend: str | None,
+        others: Sequence[Variant] = (),
     ) -> None:
         self.number = number
         self.captured = captured
@@ -76,10 +79,12 @@ class Variant:
         ]
         inputs = captured.program.inputs_of(InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER)
         self._parameters = {index for index, each in enumerate(inputs) if each.kind is InputKind.PARAMETER}
-        self._trained = [index for index in sorted(self._parameters) if inputs[index].requires_grad]
+        self.trained = [index for index in sorted(self._parameters) if inputs[index].requires_grad]
         self._copied = [index for index, each in enumerate(inputs) if is_copied(program, each)]
         self._saved_parameters = _saved_parameters(program)
-        for name in ("first" if self._copied else "forward", "backward"):
+        self._others = others
+        backward = "inner" if program.micro is not None and program.inner is not None else "backward"
+        for name in ("first" if self._copied else "forward", backward):
             if name in program.graphs:
                 self._compiled(name)
         draws = bool(program.inputs_of(InputKind.SEED))
@@ -91,12 +96,14 @@ class Variant:
 
     def _run(self, *flat: Tensor) -> list[Any]:
         """The tensor operations of the forward: flat inputs of the program to flat user outputs."""
+        if self.program.micro is not None:
+            return run_micro_batches([self, *self._others], flat, self._communicators)
         call = _ForwardCall(self, flat, self.states.synchronise)
         if self.program.backward is None:
             with torch.no_grad():
                 call.run()
             return [self._returned(index, value) for index, value in enumerate(call.outputs)]
-        differentiable = iter(_Step.apply(call, *(flat[index] for index in self._trained)))  # type: ignore[no-untyped-call]
+        differentiable = iter(_Step.apply(call, *(flat[index] for index in self.trained)))  # type: ignore[no-untyped-call]
         return [
             next(differentiable) if output.differentiable else self._returned(index, value)
             for index, (output, value) in enumerate(zip(self.users, call.outputs, strict=True))
@@ -167,23 +174,30 @@ class Variant:
 
         synchronise: else they are accumulated, and None.
         """
-        del saved[len(saved) - len(self._saved_parameters) :]
-        inputs = [*map(local_shard, saved), *(tangent.contiguous() for tangent in tangents)]
-        saved.clear()
         device = parameters[0].device.type
         if not synchronise:
-            graph = "backward" if self.program.inner is None else "inner"
-            for parameter, gradient in zip(parameters, self._execute(graph, inputs, device), strict=True):
+            for parameter, gradient in zip(parameters, self.run_inner(saved, tangents, device), strict=True):
                 if gradient is not None:
                     self.states.accumulate(parameter, gradient)
             return [None] * len(parameters)
-        gradients = self._synchronised(inputs, parameters, device)
+        gradients = self._synchronised(self._backward_inputs(saved, tangents), parameters, device)
         self.states.deliver_the_rest(self._communicators)
         self.states.refresh()
         return [
             None if gradient is None else as_gradient(parameter, gradient)
             for parameter, gradient in zip(parameters, gradients, strict=True)
         ]
+
+    def run_inner(self, saved: list[Tensor], tangents: Sequence[Tensor], device: str) -> list[Any]:
+        """What this micro-batch leaves of the gradients, over G; `saved` is emptied."""
+        graph = "backward" if self.program.inner is None else "inner"
+        return self._execute(graph, self._backward_inputs(saved, tangents), device)
+
+    def _backward_inputs(self, saved: list[Tensor], tangents: Sequence[Tensor]) -> list[Tensor]:
+        del saved[len(saved) - len(self._saved_parameters) :]
+        inputs = [*map(local_shard, saved), *(tangent.contiguous() for tangent in tangents)]
+        saved.clear()
+        return inputs
 
     def _synchronised(self, inputs: list[Tensor], parameters: Sequence[Tensor], device: str) -> list[Any]:
         """The gradients on the optimizer's shards, with what was accumulated of them."""

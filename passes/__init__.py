@@ -7,6 +7,7 @@ from evocompile.program import Pass
 
 from .annotate import annotate
 from .canonicalize import canonicalize
+from .in_time import in_time
 from .localize import localize
 from .micro_batches import micro_batches
 from .rematerialize import rematerialize
@@ -20,7 +21,8 @@ PASSES = (
     Pass("annotate", annotate, frozenset({"canonical attention", "seeded draws"}), frozenset({"annotations"})),
     Pass("localize", localize, frozenset({"annotations"}), frozenset({"local shapes"})),
     Pass("split_attention", split_attention, frozenset({"local shapes"}), frozenset({"attention steps"})),
-    Pass("shard_states", shard_states, frozenset({"local shapes"}), frozenset({"sharded states"})),
+    Pass("in_time", in_time, frozenset({"attention steps"}), frozenset({"real ranks"})),
+    Pass("shard_states", shard_states, frozenset({"local shapes", "real ranks"}), frozenset({"sharded states"})),
     Pass(
         "rematerialize",
         rematerialize,

@@ -99,8 +99,8 @@ def _reduce_within(builder: Builder, node: fx.Node, name: str) -> fx.Node:
     with builder.graph.inserting_before(node.next):
         value = node
         # Where replicas hold the same value already, the first one contributes it, so that all gradients are sums.
-        counted = [axis for axis, count in program.mesh.axes if count > 1 and axis not in pending]
-        if any(program.coordinate[axis] for axis in counted):
+        # So do micro-batches, which are replicas in `sharding`.
+        if any(index for axis, index in builder.sharding.coordinate.items() if axis not in pending):
             value = builder.call(aten.mul.Tensor, (value, 0))
         shape = node.meta["val"].shape
         if not shape or optimizer == 1:

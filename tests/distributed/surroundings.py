@@ -189,6 +189,32 @@ def autocast_around_the_call() -> Any:
     return results
 
 
+def micro_batches_inside_one_call() -> Any:
+    """Plan(microbatches=k): losses, scaled gradients, parameters, beside no_sync, evaluation and a loss function."""
+    results = []
+    plans = [Plan(cp=2, microbatches=3, shard=Shard(1, 1, 2)), Plan(dp=2, microbatches=2, shard=Shard(1, 2, 2))]
+    for plan in (*plans, None):
+        model = Model().double()
+        loss_fn = lambda model, **inputs: 2 * model(**inputs)  # noqa: E731
+        if plan is not None:
+            loss_fn = evocompile.parallelize(loss_fn, model=model, plan=plan, backend="eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses, found = [], []
+        for number in range(3):
+            with model.no_sync() if plan is not None else nullcontext():
+                (loss_fn(model, **batch(2 * number)) / 3).backward()
+            loss = loss_fn(model, **batch(2 * number + 1))
+            loss.backward()
+            losses.append(loss.detach())
+            found.append(gradients(model))
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            losses.append(loss_fn(model, **batch(9)))
+        results.append([losses, found, whole(model.named_parameters())])
+    return results[:2], [results[2], results[2]]
+
+
 def refusals() -> Any:
     """Each with its sentence."""
     sentences = []
@@ -225,6 +251,7 @@ FACTS = (
     adapters_groups_schedule_and_clipping,
     fp16_with_a_scaler,
     autocast_around_the_call,
+    micro_batches_inside_one_call,
     refusals,
 )
 LOOSE = {"fp16_with_a_scaler": 2e-3, "autocast_around_the_call": 3e-2}
