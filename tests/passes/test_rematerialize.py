@@ -12,7 +12,7 @@ from evocompile.capture import capture
 from evocompile.collectives import is_start
 from evocompile.passes.split_attention import STEP
 from evocompile.pipeline import run_passes
-from evocompile.plan import Plan
+from evocompile.plan import Plan, Shard
 from evocompile.program import OutputKind, Program, nbytes, output_values
 from tests.models.compare import assert_gradients, assert_loss
 from tests.models.zoo import Case, PlainGPT
@@ -52,6 +52,22 @@ def test_a_checkpointed_region_is_computed_again_but_not_its_attention(reference
     assert saved_bytes(programs[0]) < 0.5 * saved_bytes(plain[0])
     assert programs[0].backward is not None
     assert not [node for node in programs[0].backward.graph.nodes if node.target is STEP]
+
+
+def test_row_12_no_weight_is_gathered_more_than_twice_when_some_layers_recompute() -> None:
+    """Once in the forward, and at most once in the backward, in layers that compute again and in those that do not."""
+    torch.manual_seed(0)
+    model = PlainGPT()
+    block = model.blocks[0]
+    forward = block.forward
+    block.forward = lambda x: checkpoint(forward, x, use_reentrant=False)
+    case = Case("gpt", length=13)
+    program = program_of(model, case, Plan(cp=2, shard=Shard(2, 2, 2)))[0]
+    gathers = [each.why.split(",")[0] for each in program.collectives.values() if each.group.startswith("params:")]
+    counts = {why: gathers.count(why) for why in gathers}
+    assert any("blocks.0" in why for why in counts)
+    assert any("blocks.1" in why for why in counts)
+    assert max(counts.values()) == 2
 
 
 def test_the_backward_gathers_a_parameter_right_before_its_use() -> None:
