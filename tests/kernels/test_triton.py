@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -60,3 +61,13 @@ def test_they_use_what_the_architecture_has(compiled: list[dict[str, Any]]) -> N
         assert each["tcgen05"] == (each["arch"] == "sm_100"), each
         assert each["tma"] == (each["arch"] != "sm_80"), each
         assert each["setmaxnreg"] == each["name"].startswith("specialised"), each
+
+
+def test_the_benchmark_prints_the_table(compiled: list[dict[str, Any]]) -> None:
+    """Where no GPU is, it says so; its last line is one JSON object."""
+    command = ["benchmarks/kernels.py", "--arch", "sm_90", *(["--aot"] if torch.cuda.is_available() else [])]
+    lines = run(command).splitlines()
+    assert lines[0].startswith("kernel" if torch.cuda.is_available() else "no GPU here")
+    found = json.loads(lines[-1])["kernels"]
+    assert {"name", "arch", "head_dim", "registers", "shared_bytes", "stack_bytes", "wgmma", "tma"} <= set(found[0])
+    assert found == [each for each in compiled if each["arch"] == "sm_90"][: len(found)]
