@@ -34,6 +34,7 @@ from .mesh import Mesh
 from .optimizers import check_optimizer
 from .pipeline import run_passes
 from .plan import Plan
+from .positions import assemblies_of
 from .precision import Precision
 from .program import Program
 from .progress import Progress
@@ -41,7 +42,7 @@ from .same_call import NEW, SameCall
 from .state import OptimizerWatch
 from .states import NotCopied, States, install
 from .torch_private import leaves_with_names, map_leaves
-from .variant import Call, Variant, assemblies_of
+from .variant import Call, Variant
 
 Backend = Literal["inductor", "eager"]
 

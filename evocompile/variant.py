@@ -25,7 +25,8 @@ from .lazy import Assembly, LazyOutput, without_gradient
 from .local_inputs import Parts, Signature
 from .micro_step import run_micro_batches
 from .passes.micro_batches import is_copied
-from .program import InputKind, Output, OutputKind, Program, output_values, placeholders
+from .positions import saved_parameters, updated_buffers
+from .program import InputKind, OutputKind, Program, output_values
 from .state import OptimizerWatch, as_gradient, local_shard
 from .states import States
 from .step_seed import StepSeed
@@ -73,7 +74,7 @@ class Variant:
         self.users = program.outputs_of(OutputKind.USER)
         self._assemblies = assemblies
         self._communicators = communicators
-        self._updates = _updated_buffers(program)
+        self._updates = updated_buffers(program)
         self._requires_grad = [
             node.meta["example_value"].requires_grad for node in output_values(captured.dynamo.graph_module.graph)
         ]
@@ -81,7 +82,7 @@ class Variant:
         self._parameters = {index for index, each in enumerate(inputs) if each.kind is InputKind.PARAMETER}
         self.trained = [index for index in sorted(self._parameters) if inputs[index].requires_grad]
         self._copied = [index for index, each in enumerate(inputs) if is_copied(program, each)]
-        self._saved_parameters = _saved_parameters(program)
+        self._saved_parameters = saved_parameters(program)
         self._others = others
         backward = "inner" if program.micro is not None and program.inner is not None else "backward"
         for name in ("first" if self._copied else "forward", backward):
@@ -235,40 +236,6 @@ def _apart_from(buffers: Sequence[Tensor], values: list[Any]) -> list[Any]:
         each.clone() if isinstance(each, Tensor) and each.untyped_storage().data_ptr() in written else each
         for each in values
     ]
-
-
-def _updated_buffers(program: Program) -> list[int]:
-    """For each buffer update the position of that buffer among the inputs."""
-    positions = {each.name: index for index, each in enumerate(program.inputs) if each.kind is InputKind.BUFFER}
-    return [positions[output.name] for output in program.outputs_of(OutputKind.BUFFER)]
-
-
-def _saved_parameters(program: Program) -> dict[int, int]:
-    """The saved values that are parameters: position among the saved values -> position among the inputs."""
-    assert program.forward is not None
-    inputs = {node: index for index, node in enumerate(placeholders(program.forward.graph))}
-    first = len(program.outputs_of(OutputKind.USER)) + len(program.outputs_of(OutputKind.BUFFER))
-    saved = output_values(program.forward.graph)[first:]
-    return {
-        position: inputs[node]
-        for position, node in enumerate(saved)
-        if node in inputs and program.inputs[inputs[node]].kind is InputKind.PARAMETER
-    }
-
-
-def assemblies_of(program: Program) -> dict[int, Assembly]:
-    """How the user outputs that stay split become whole, by their position."""
-    return {
-        index: _assembly(program, output)
-        for index, output in enumerate(program.outputs_of(OutputKind.USER))
-        if output.layout is not None and output.layout.is_split
-    }
-
-
-def _assembly(program: Program, output: Output) -> Assembly:
-    assert program.sharding is not None and output.layout is not None
-    assert not output.differentiable, "an output that takes a gradient is returned whole"
-    return Assembly(output.layout, program.sharding, program.mesh, program.rank)
 
 
 # --- autograd --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from evocompile.passes.micro_batches import is_copied
-from evocompile.program import Input, InputKind, OutputKind, Program, output_values
+from evocompile.program import Input, InputKind, OutputKind, Program
 from evocompile.shards import shard_of, whole_of
 from evocompile.virtual import run_virtual
 
@@ -115,8 +115,3 @@ class VirtualTraining:
         for copy in copies:
             assert torch.equal(copy, copies[0]), name
         return copies[0]
-
-
-def held_bytes(program: Program, graph: Any) -> int:
-    """Bytes of the values that a graph returns."""
-    return sum(node.meta["val"].nbytes for node in output_values(graph.graph) if node is not None)
