@@ -6,10 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from evocompile.capture import capture
+from evocompile.collectives import program_events
 from evocompile.passes import schedules
 from evocompile.passes.schedules import Schedule
+from evocompile.passes.verify import agree
 from evocompile.pipeline import run_passes
 from evocompile.plan import Plan
 from evocompile.program import InputKind, Program
@@ -130,6 +133,29 @@ def test_schedules_equal_one_device(attention: str, world: int, window: int | No
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-10)
     noted = any("ring schedule" in note.what for note in programs[0].notes)
     assert noted == (attention == "balanced" and window == 0)
+
+
+class Checkpointed(nn.Module):
+    """Its projections are computed again in the backward, with the gathers of their weights, which have equal sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention(4, 2, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda y: self.attention(y.tanh()).sin(), x, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    "plan", [Plan(cp=2, attention="ring"), Plan(cp=3, attention="balanced"), Plan(cp=2, ulysses=2)], ids=str
+)
+def test_ranks_compute_again_in_one_order(plan: Plan) -> None:
+    model, x = Checkpointed(), torch.randn(2, 11, 8, dtype=torch.float64)
+    model(x).sum().backward()
+    _, gradients, programs = run(model, x, plan)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-10)
+    agree([program_events(program) for program in programs])
 
 
 @pytest.mark.parametrize("attention", ["ring", "zigzag", "balanced"])
