@@ -15,10 +15,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from evocompile.capture import capture
 from evocompile.passes.rules.attention import ATTENTION, call_of
-from evocompile.passes.shard_states import shard_rows
 from evocompile.pipeline import run_passes
 from evocompile.plan import Plan
 from evocompile.program import InputKind, Program
+from evocompile.shards import shard_rows
 from evocompile.virtual import virtual_step
 
 BATCH, LENGTH, WIDTH, HEADS, DIM = 2, 13, 8, 4, 3
