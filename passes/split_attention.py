@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from evocompile.program import Program
+from evocompile.errors import ShardingError
+from evocompile.program import Program, source_line
 
 from .build import Builder
 from .choose_schedule import Placing, placing_of
@@ -92,6 +93,7 @@ def _attention(builder: Builder, node: fx.Node, exchanged: dict[fx.Node, _SplitB
     if heads is None:
         out, lse = _forward(builder, placing, common, call.q, call.k, call.v)
         return [_cast(builder, out, dtype), lse]
+    _refuse_sinks(node)
     group, why = heads.group(), "queries, keys and values from sequence to heads"
     q, k, v = to_heads(builder, heads, [call.q, call.k, call.v], ["queries", "keys", "keys"], group, why)
     out, lse = _forward(builder, placing, common, q, *(for_each_query_head(builder, heads, each) for each in (k, v)))
@@ -125,6 +127,15 @@ def _attention_backward(builder: Builder, node: fx.Node, exchanged: dict[fx.Node
     gradients = to_sequence(builder, heads, gradients, ["queries", "keys", "keys"], group, why)
     d_params = [_among_all_heads(builder, heads, each) for each in d_params]
     return _cast_all(builder, [*gradients, *d_params], dtypes)
+
+
+def _refuse_sinks(node: fx.Node) -> None:
+    """The log-sum-exp stays with its heads, so only the backward may read it: sinks are merged over the sequence."""
+    read = [reader for use in node.users if use.args[1] == 1 for reader in use.users]
+    if any(reader.target != ATTENTION_BACKWARD for reader in read):
+        raise ShardingError(
+            f"{source_line(node)}\n  has attention sinks, which are not built over heads yet: use cp instead of ulysses"
+        )
 
 
 def _common(builder: Builder, call: Forward | Backward, heads: Heads | None) -> _Common:

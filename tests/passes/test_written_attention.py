@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from evocompile.capture import capture
+from evocompile.errors import ShardingError
 from evocompile.passes.rules.attention import ATTENTION, call_of
 from evocompile.pipeline import run_passes
 from evocompile.plan import Plan
@@ -338,3 +339,16 @@ def test_a_form_equals_one_device(name: str) -> None:
     torch.manual_seed(1)
     program = check(build(), mask, score, Plan(cp=3) if len(name) % 2 else Plan(dp=2, cp=2))
     assert not program.notes
+
+
+@pytest.mark.parametrize("name", ["T5", "Bloom", "learned"])
+def test_split_by_heads(name: str) -> None:
+    build, mask, score = CASES[name]
+    torch.manual_seed(1)
+    check(build(), mask, score, Plan(cp=2, ulysses=2))
+
+
+def test_sinks_split_by_heads_are_refused() -> None:
+    model, inputs = CASES["gpt-oss"][0](), {"x": torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64)}
+    with pytest.raises(ShardingError, match="use cp instead of ulysses"):
+        run(model, inputs, Plan(ulysses=2))
