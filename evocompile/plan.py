@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .errors import PlanError
 
 ATTENTION_SCHEDULES = ("zigzag", "ring", "balanced", "auto")
-RECOMPUTE = ("none",)
+RECOMPUTE = ("none", "attention", "full")
 OVERLAP = ("none",)
 PLACEMENTS = ("head-first", "context-first")
 
@@ -61,7 +61,10 @@ class Plan:
                 within it, by work and bytes. Under each, a rank fetches only the keys that its queries can see.
     microbatches: parts of the batch that a step computes one after another, forward and backward, for a call that
                 returns the loss alone. The loss is that of the whole batch.
-    tp, pp, recompute, overlap: only their defaults are built yet.
+    recompute:  what backward computes again of each layer: "none"; "attention": everything but the attention, whose
+                forward and exchanges run once; "full": everything, as ordinary checkpoints of layers do.
+    recompute_layers: the fraction of the layers that do, the first ones.
+    tp, pp, overlap: only their defaults are built yet.
     """
 
     dp: int = 1
@@ -74,6 +77,7 @@ class Plan:
     placement: str = "head-first"
     inner_ring: int = 1
     recompute: str = "none"
+    recompute_layers: float = 1.0
     overlap: str = "none"
     microbatches: int = 1
 
@@ -105,6 +109,10 @@ class Plan:
             raise PlanError(
                 f"{self.shard}: optimizer does not divide the {self.replicas} replicas dp*cp*ulysses of this plan"
             )
+        if isinstance(self.recompute_layers, bool) or not isinstance(self.recompute_layers, (int, float)):
+            raise PlanError(f"Plan.recompute_layers must be a fraction from 0 to 1, got {self.recompute_layers!r}")
+        if not 0 <= self.recompute_layers <= 1:
+            raise PlanError(f"Plan.recompute_layers must be a fraction from 0 to 1, got {self.recompute_layers}")
 
     def __str__(self) -> str:
         """The plan as one would write it: what has its default is left out."""

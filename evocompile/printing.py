@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from .accounting import sent_in_step
-from .program import Program, source_line
+from .program import Program, nbytes, source_line
 
 _DTYPES = {
     torch.float64: "f64",
@@ -42,6 +42,9 @@ def summary(program: Program) -> str:
             + ", ".join(f"[{lo}, {hi})" for lo, hi in split.held(program.coordinate))
             for name, split in program.sharding.splits.items()
         ]
+    if program.backward is not None:
+        saved = sum(nbytes(node.meta["val"]) for node in program.saved)
+        lines.append(f"saved for backward: {saved:,} bytes in {len(program.saved)} tensors")
     return "\n".join(lines)
 
 

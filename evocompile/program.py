@@ -260,6 +260,13 @@ class Program:
     def outputs_of(self, kind: OutputKind) -> list[Output]:
         return [output for output in self.outputs if output.kind is kind]
 
+    @property
+    def saved(self) -> list[fx.Node]:
+        """What the forward graph computes and saves for the backward graph; inputs and shards are there anyway."""
+        assert self.forward is not None
+        first = len(self.outputs_of(OutputKind.USER)) + len(self.outputs_of(OutputKind.BUFFER))
+        return [node for node in output_values(self.forward.graph)[first:] if node.op != "placeholder"]
+
     def inputs_of(self, *kinds: InputKind) -> list[Input]:
         return [each for each in self.inputs if each.kind in kinds]
 

@@ -10,6 +10,7 @@ from .canonicalize import canonicalize
 from .in_time import in_time
 from .localize import localize
 from .micro_batches import micro_batches
+from .recompute import recompute
 from .rematerialize import rematerialize
 from .seed_random import seed_random
 from .shard_states import shard_states
@@ -18,7 +19,10 @@ from .split_attention import split_attention
 PASSES = (
     Pass("canonicalize", canonicalize, frozenset({"captured"}), frozenset({"canonical attention"})),
     Pass("seed_random", seed_random, frozenset({"captured"}), frozenset({"seeded draws"})),
-    Pass("annotate", annotate, frozenset({"canonical attention", "seeded draws"}), frozenset({"annotations"})),
+    Pass(
+        "recompute", recompute, frozenset({"canonical attention", "seeded draws"}), frozenset({"copies for backward"})
+    ),
+    Pass("annotate", annotate, frozenset({"copies for backward"}), frozenset({"annotations"})),
     Pass("localize", localize, frozenset({"annotations"}), frozenset({"local shapes"})),
     Pass("split_attention", split_attention, frozenset({"local shapes"}), frozenset({"attention steps"})),
     Pass("in_time", in_time, frozenset({"attention steps"}), frozenset({"real ranks"})),

@@ -9,7 +9,6 @@ its inputs and the attentions' outputs are saved (LightSeq / DistFlashAttn's che
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -21,6 +20,7 @@ from evocompile.collectives import exchange_start, exchange_wait, is_boundary, i
 from evocompile.layout import Layout
 from evocompile.program import Collective, InputKind, OutputKind, Program, output_values, placeholders
 
+from .dependence import ancestors
 from .rules.pointwise import FACTORIES
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ def rematerialize(program: Program) -> Program:
         for node, each in zip(placeholders(joint.graph), program.inputs, strict=True)
         if each.kind is InputKind.TANGENT
     }
-    in_forward = _ancestors(joint.graph, [*results, *_effects(joint.graph, tangents)]) | (
+    in_forward = ancestors(joint.graph, [*results, *_effects(joint.graph, tangents)]) | (
         set(placeholders(joint.graph)) - tangents
     )
     again = _recomputable(joint.graph, in_forward)
@@ -82,19 +82,6 @@ def rematerialize(program: Program) -> Program:
 
 def _inputs(graph: fx.Graph, tangents: set[fx.Node], want_tangents: bool) -> list[fx.Node]:
     return [node for node in placeholders(graph) if (node in tangents) == want_tangents]
-
-
-def _ancestors(graph: fx.Graph, roots: list[fx.Node | None]) -> set[fx.Node]:
-    """Everything that the roots depend on.
-
-    And all results of an operator with several of which one is needed: only tensors can be saved, not tuples of them.
-    """
-    needed = {node for node in roots if isinstance(node, fx.Node)}
-    for node in reversed(graph.nodes):
-        if node in needed:
-            needed.update(node.all_input_nodes)
-    needed.update(node for node in graph.nodes if node.target is operator.getitem and node.args[0] in needed)
-    return needed
 
 
 def _effects(graph: fx.Graph, tangents: set[fx.Node]) -> list[fx.Node]:

@@ -22,6 +22,7 @@ from evocompile.program import Program, source_line
 
 from .build import Builder
 from .choose_schedule import Placing, placing_of
+from .dependence import forward_nodes
 from .exchanges import Coming, Exchanges, Part
 from .gradients import Gradients
 from .heads import Heads, for_each_key_head, for_each_query_head, to_heads, to_sequence
@@ -63,13 +64,17 @@ def split_attention(program: Program) -> Program:
     assert program.joint is not None
     builder = Builder(program, in_place=True)
     exchanged: dict[fx.Node, _SplitByHeads] = {}  # by the log-sum-exp that the backward is given
+    forward = forward_nodes(program)
     for node in list(program.joint.graph.nodes):
         if node.target not in (ATTENTION, ATTENTION_BACKWARD):
             continue
         builder.source = node
         with program.joint.graph.inserting_before(node):
-            expand = _attention if node.target == ATTENTION else _attention_backward
-            results = expand(builder, node, exchanged)
+            if node.target == ATTENTION:
+                # what backward attends again is exchanged on backward's communicators
+                results = _attention(builder, node, exchanged, "" if node in forward else ".backward")
+            else:
+                results = _attention_backward(builder, node, exchanged)
         _replace_results(builder, node, results)
     return replace(program, joint=program.joint)
 
@@ -86,17 +91,18 @@ def _replace_results(builder: Builder, node: fx.Node, results: Sequence[fx.Node]
     builder.graph.erase_node(node)
 
 
-def _attention(builder: Builder, node: fx.Node, exchanged: dict[fx.Node, _SplitByHeads]) -> list[fx.Node]:
+def _attention(builder: Builder, node: fx.Node, exchanged: dict[fx.Node, _SplitByHeads], suffix: str) -> list[fx.Node]:
     call = call_of(node)
     placing = placing_of(builder, node)
     common, heads, dtype = _common(builder, call, placing.heads), placing.heads, call.q.meta["val"].dtype
     if heads is None:
-        out, lse = _forward(builder, placing, common, call.q, call.k, call.v)
+        out, lse = _forward(builder, placing, common, suffix, call.q, call.k, call.v)
         return [_cast(builder, out, dtype), lse]
     _refuse_sinks(node)
-    group, why = heads.group(), "queries, keys and values from sequence to heads"
+    group, why = heads.group(suffix), "queries, keys and values from sequence to heads"
     q, k, v = to_heads(builder, heads, [call.q, call.k, call.v], ["queries", "keys", "keys"], group, why)
-    out, lse = _forward(builder, placing, common, q, *(for_each_query_head(builder, heads, each) for each in (k, v)))
+    k_heads, v_heads = (for_each_query_head(builder, heads, each) for each in (k, v))
+    out, lse = _forward(builder, placing, common, suffix, q, k_heads, v_heads)
     out = _cast(builder, out, dtype)
     exchanged[lse] = _SplitByHeads(q, k, v, out)
     (whole,) = to_sequence(builder, heads, [out], ["queries"], group, "attention's output from heads to sequence")
@@ -167,10 +173,12 @@ def _among_all_heads(builder: Builder, heads: Heads, gradient: fx.Node) -> fx.No
     return builder.call(aten.constant_pad_nd.default, (gradient, padding, 0))
 
 
-def _forward(builder: Builder, placing: Placing, common: _Common, q: fx.Node, k: fx.Node, v: fx.Node) -> list[fx.Node]:
+def _forward(
+    builder: Builder, placing: Placing, common: _Common, suffix: str, q: fx.Node, k: fx.Node, v: fx.Node
+) -> list[fx.Node]:
     """The state (out, log-sum-exp) of this rank's queries after all its steps."""
     schedule = placing.schedule
-    exchanges = Exchanges(builder, schedule, *placing.groups(), is_backward=False, queries=[[q]])
+    exchanges = Exchanges(builder, schedule, *placing.groups(suffix), is_backward=False, queries=[[q]])
     own = Part((k, v), schedule.keys[schedule.own])
     held = {schedule.own: own}
     state: list[fx.Node] = []
