@@ -6,7 +6,8 @@ What these kernels do otherwise than `reference`, found by experiment and normal
 - a last dimension whose stride is not 1 is read as if it were: silently wrong;
 - a row that attends nothing gets lse 0, and lse -inf makes the backward NaN;
 - no rows or no columns is a division by zero that ends the process (the callers' guard);
-- v must have the head dimension of q and k.
+- v must have the head dimension of q and k;
+- results are rounded to the dtype of the inputs, which loses bits of what is merged or summed afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from .reference import accumulation_dtype, with_causal
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """As `reference.forward`, but out is in q's dtype and neither result is contiguous."""
+    """As `reference.forward`, but neither result is contiguous."""
+    q, k, v = _precise(q, k, v)
     mask, is_causal = _one_mask(q, k, mask, is_causal)
     bias = _bias(q, mask)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -45,20 +47,26 @@ def backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `reference.backward`, but the gradients are in q's dtype and not contiguous."""
+    """As `reference.backward`, but the gradients are not contiguous."""
+    d_out, q, k, v, out = _precise(d_out, q, k, v, out)
     mask, is_causal = _one_mask(q, k, mask, is_causal)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        _unit_stride(d_out.to(q.dtype)),
+        _unit_stride(d_out),
         _unit_stride(q),
         _unit_stride(k),
         _unit_stride(v),
-        _unit_stride(out.to(q.dtype)),
+        _unit_stride(out),
         lse.masked_fill(lse == -math.inf, math.inf),
         0.0,
         is_causal,
         attn_mask=_bias(q, mask),
         scale=scale,
     )
+
+
+def _precise(*tensors: Tensor) -> list[Tensor]:
+    """In the accumulation dtype, to which the kernels then round: what blocks give is still to be summed."""
+    return [each.to(accumulation_dtype(each.dtype)) for each in tensors]
 
 
 def _one_mask(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool) -> tuple[Tensor | None, bool]:
