@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from evocompile.errors import ShardingError
-from evocompile.program import Program, source_line
+from evocompile.program import Program
 
 from .build import Builder
 from .choose_schedule import Placing, placing_of
@@ -57,6 +56,7 @@ class _SplitByHeads:
     k: fx.Node
     v: fx.Node
     out: fx.Node
+    lse: fx.Node
 
 
 def split_attention(program: Program) -> Program:
@@ -98,14 +98,16 @@ def _attention(builder: Builder, node: fx.Node, exchanged: dict[fx.Node, _SplitB
     if heads is None:
         out, lse = _forward(builder, placing, common, suffix, call.q, call.k, call.v)
         return [_cast(builder, out, dtype), lse]
-    _refuse_sinks(node)
     group, why = heads.group(suffix), "queries, keys and values from sequence to heads"
     q, k, v = to_heads(builder, heads, [call.q, call.k, call.v], ["queries", "keys", "keys"], group, why)
     k_heads, v_heads = (for_each_query_head(builder, heads, each) for each in (k, v))
     out, lse = _forward(builder, placing, common, suffix, q, k_heads, v_heads)
     out = _cast(builder, out, dtype)
-    exchanged[lse] = _SplitByHeads(q, k, v, out)
     (whole,) = to_sequence(builder, heads, [out], ["queries"], group, "attention's output from heads to sequence")
+    if _is_read(node, result=1):  # sinks are merged, over the sequence
+        why = "attention's log-sum-exp from heads to sequence"
+        return [whole, *to_sequence(builder, heads, [lse], ["queries"], group, why)]
+    exchanged[lse] = _SplitByHeads(q, k, v, out, lse)
     return [whole, lse]
 
 
@@ -121,11 +123,12 @@ def _attention_backward(builder: Builder, node: fx.Node, exchanged: dict[fx.Node
         q, k, v = (builder.call(aten.alias.default, (each,)) for each in (call.q, call.k, call.v))
         gradients = _backward(builder, placing, common, call.d_out, q, k, v, call.out, call.lse)
         return _cast_all(builder, gradients, dtypes)
-    there, group = exchanged[call.lse], heads.group(".backward")
+    group = heads.group(".backward")
+    there = exchanged.get(call.lse) or _by_heads(builder, heads, call, group)
     why = "the output's gradient from sequence to heads"
     (d_out,) = to_heads(builder, heads, [call.d_out], ["queries"], group, why)
     k, v = (for_each_query_head(builder, heads, each) for each in (there.k, there.v))
-    dq, dk, dv, *d_params = _backward(builder, placing, common, d_out, there.q, k, v, there.out, call.lse)
+    dq, dk, dv, *d_params = _backward(builder, placing, common, d_out, there.q, k, v, there.out, there.lse)
     gradients = [dq, *(for_each_key_head(builder, heads, each) for each in (dk, dv))]
     if not heads.shared:  # else they are summed first, in the accumulation dtype
         gradients = _cast_all(builder, gradients, dtypes[:3])
@@ -135,13 +138,20 @@ def _attention_backward(builder: Builder, node: fx.Node, exchanged: dict[fx.Node
     return _cast_all(builder, [*gradients, *d_params], dtypes)
 
 
-def _refuse_sinks(node: fx.Node) -> None:
-    """The log-sum-exp stays with its heads, so only the backward may read it: sinks are merged over the sequence."""
-    read = [reader for use in node.users if use.args[1] == 1 for reader in use.users]
-    if any(reader.target != ATTENTION_BACKWARD for reader in read):
-        raise ShardingError(
-            f"{source_line(node)}\n  has attention sinks, which are not built over heads yet: use cp instead of ulysses"
-        )
+def _is_read(node: fx.Node, result: int) -> bool:
+    """Whether more than the backward reads this result of an attention."""
+    readers = [reader for use in node.users if use.args[1] == result for reader in use.users]
+    return any(reader.target != ATTENTION_BACKWARD for reader in readers)
+
+
+def _by_heads(builder: Builder, heads: Heads, call: Backward, group: str) -> _SplitByHeads:
+    """What the forward did not leave, as its output and log-sum-exp were changed over the sequence."""
+    why = "queries, keys and values from sequence to heads, again for backward"
+    q, k, v = to_heads(builder, heads, [call.q, call.k, call.v], ["queries", "keys", "keys"], group, why)
+    why = "attention's {} with sinks from sequence to heads"
+    (out,) = to_heads(builder, heads, [call.out], ["queries"], group, why.format("output"))
+    (lse,) = to_heads(builder, heads, [call.lse], ["queries"], group, why.format("log-sum-exp"))
+    return _SplitByHeads(q, k, v, out, lse)
 
 
 def _common(builder: Builder, call: Forward | Backward, heads: Heads | None) -> _Common:

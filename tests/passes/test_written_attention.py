@@ -14,7 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from evocompile.capture import capture
-from evocompile.errors import ShardingError
 from evocompile.passes.rules.attention import ATTENTION, call_of
 from evocompile.pipeline import run_passes
 from evocompile.plan import Plan
@@ -341,14 +340,9 @@ def test_a_form_equals_one_device(name: str) -> None:
     assert not program.notes
 
 
-@pytest.mark.parametrize("name", ["T5", "Bloom", "learned"])
-def test_split_by_heads(name: str) -> None:
+@pytest.mark.parametrize("name", ["T5", "Bloom", "learned", "gpt-oss"])
+@pytest.mark.parametrize("plan", [Plan(cp=2, ulysses=2), Plan(ulysses=3)], ids=str)
+def test_split_by_heads(name: str, plan: Plan) -> None:
     build, mask, score = CASES[name]
     torch.manual_seed(1)
-    check(build(), mask, score, Plan(cp=2, ulysses=2))
-
-
-def test_sinks_split_by_heads_are_refused() -> None:
-    model, inputs = CASES["gpt-oss"][0](), {"x": torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64)}
-    with pytest.raises(ShardingError, match="use cp instead of ulysses"):
-        run(model, inputs, Plan(ulysses=2))
+    check(build(), mask, score, plan)
