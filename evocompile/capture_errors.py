@@ -34,7 +34,7 @@ _WAY_OUT = "Rewrite this line with tensor operations, or move it out of the call
 def untraceable(error: TraceError) -> CaptureError:
     """The error for a call that Dynamo could not trace."""
     explanation = explain(error)
-    way_out = _WAYS_OUT.get(explanation.kind.lower(), _WAY_OUT)
+    way_out = explanation.way_out or _WAYS_OUT.get(explanation.kind.lower(), _WAY_OUT)
     return CaptureError(_message(place(explanation.frames), _plain(explanation), way_out))
 
 

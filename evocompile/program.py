@@ -8,6 +8,7 @@ only what torch itself writes: "val" (a fake tensor: shape, dtype, device) and "
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -320,11 +321,13 @@ def nbytes(tensor: torch.Tensor) -> int:
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)\n\s*(?P<code>.*)')
+_WRITTEN_OUT = os.path.join(os.path.dirname(__file__), "flash_calls.py")  # what stands for a call of the model
 
 
 def source_line(node: fx.Node) -> str:
     """ "file.py:12 in forward: code" of the innermost line of the model that made this node, or its own name."""
-    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    stack = _FRAME.finditer(node.meta.get("stack_trace") or "")
+    frames = [frame for frame in stack if frame["file"] != _WRITTEN_OUT]
     if not frames:
         return f"(no source line; graph node {node.name})"
     frame = frames[-1]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import inspect
 import logging
 import re
 import traceback
@@ -24,7 +25,7 @@ import torch.distributed.distributed_c10d as c10d
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture
-from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError, Unsupported, UserError
+from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError, Unsupported, UserError, unimplemented
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.types import GuardFilterEntry
@@ -46,6 +47,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
+
+from .flash_calls import refuse, replacements
 
 CHECKED_ON = ("2.13.0",)  # versions of torch
 
@@ -154,7 +157,7 @@ def trace(function: types.FunctionType, args: tuple[Any, ...]) -> DynamoGraph | 
         "specialize_float": True,
         "ignore_logging_functions": torch._dynamo.config.ignore_logging_functions | _logging_functions(),
     }
-    with torch._dynamo.config.patch(static), _attention_modules_inlined(), get_metrics_context():
+    with torch._dynamo.config.patch(static), _attention_inlined(), get_metrics_context():
         output = fullgraph_capture(function, args)
     if output.backend_input is None:
         return None
@@ -170,18 +173,44 @@ class _Unchecked(UserFunctionVariable):
         return ConstantVariable.create(None)
 
 
+_REFUSED = "Refused by evocompile"
+
+
+class _Refused(UserFunctionVariable):
+    """`flash_calls.refuse(reason, way_out)`: the capture ends."""
+
+    def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+        reason, way_out = (each.as_python_constant() for each in args)
+        unimplemented(gb_type=_REFUSED, context="", explanation=reason, hints=[way_out])
+
+
+def _replaced_by(written: Callable[..., Any]) -> type[UserFunctionVariable]:
+    """How Dynamo sees a function in whose place `written` is traced, with the same arguments by name."""
+    assert isinstance(written, types.FunctionType)
+    variable = UserFunctionVariable(written)
+
+    class Replaced(UserFunctionVariable):
+        def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+            named = dict(zip(inspect.signature(self.fn).parameters, args, strict=False))
+            return variable.call_function(tx, [], {**named, **kwargs})
+
+    return Replaced
+
+
 _FAST_PATH = "_is_fastpath_enabled"
 
 
 @contextlib.contextmanager
-def _attention_modules_inlined() -> Iterator[None]:
+def _attention_inlined() -> Iterator[None]:
     """While it lasts, Dynamo looks into `F.multi_head_attention_forward`, and torch's modules call it in eval() too.
 
-    Dynamo would else leave it in the graph as one call, and AOTAutograd would choose a kernel in it.
+    Dynamo would else leave it in the graph as one call, and AOTAutograd would choose a kernel in it. Calls of the
+    flash-attn package, which Dynamo cannot look into, are traced as `flash_calls` writes them out.
     """
     rules = get_torch_obj_rule_map()
     check = F._check_key_padding_mask  # type: ignore[attr-defined]
-    changed = {F.multi_head_attention_forward: UserFunctionVariable, check: _Unchecked}
+    changed: dict[Any, Any] = {F.multi_head_attention_forward: UserFunctionVariable, check: _Unchecked}
+    changed |= {refuse: _Refused, **{each: _replaced_by(written) for each, written in replacements().items()}}
     before = {function: rules.get(function) for function in changed}
     fast_path = torch.backends.mha.get_fastpath_enabled()
     rules.update(changed)
@@ -279,11 +308,15 @@ TraceError = TorchDynamoException
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why Dynamo gave up. kind: Dynamo's name of the situation; frames: the model's stack, outermost first."""
+    """Why Dynamo gave up. kind: Dynamo's name of the situation; frames: the model's stack, outermost first.
+
+    way_out: of a call that `flash_calls` refuses.
+    """
 
     kind: str
     reason: str
     frames: list[traceback.FrameSummary]
+    way_out: str = ""
 
 
 def explain(error: TorchDynamoException) -> Explanation:
@@ -301,6 +334,9 @@ def explain(error: TorchDynamoException) -> Explanation:
         return Explanation("raise", f"the model raises {_python_text(raised[1])}", frames)
     explanation = re.search(r"Explanation: (.*)", text)
     reason = explanation[1].strip() if explanation else _first_line(error)
+    if isinstance(error, Unsupported) and error.gb_type == _REFUSED:
+        hint = re.search(r"Hint: (.*)", text)
+        return Explanation(_REFUSED, reason, frames, hint[1].strip() if hint else "")
     return Explanation(getattr(error, "gb_type", None) or type(error).__name__, reason, frames)
 
 
