@@ -12,7 +12,17 @@ from tests.models.zoo import Case
 from tests.virtual_model import captured, virtual_model
 
 CP2, DP2CP2 = Plan(cp=2), Plan(dp=2, cp=2)
-ATTENTIONS = {"llama-eager": 2, "gemma2": 2, "gpt-oss": 2, "mpt": 2, "bloom": 2, "falcon": 2, "t5": 6}
+ATTENTIONS = {
+    "llama-eager": 2,
+    "gemma2": 2,
+    "gpt-oss": 2,
+    "mpt": 2,
+    "bloom": 2,
+    "falcon": 2,
+    "t5": 6,
+    "vit": 2,
+    "whisper": 6,
+}
 PLANS = [(family, DP2CP2 if number % 2 else CP2) for number, family in enumerate(ATTENTIONS)]
 
 

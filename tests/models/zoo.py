@@ -36,11 +36,21 @@ class Case:
     def inputs(self, step: int = 0) -> dict[str, torch.Tensor]:
         """Batch number `step`: keyword arguments of the model, with spans of labels that are ignored."""
         generator = torch.Generator().manual_seed(1000 * self.seed + step)
+        if self.model == "vit":
+            return {
+                "pixel_values": torch.randn(self.batch, 3, IMAGE, IMAGE, generator=generator),
+                "labels": torch.randint(0, CLASSES, (self.batch,), generator=generator),
+            }
         ids = torch.randint(0, VOCABULARY, (self.batch, self.length), generator=generator)
         labels = ids.clone()
         labels[0, : self.length // 3] = -100
         labels[-1, self.length // 2 : self.length // 2 + 2] = -100
         inputs = {"input_ids": ids, "labels": labels}
+        if self.model == "whisper":
+            inputs = {
+                "input_features": torch.randn(self.batch, BANDS, 2 * FRAMES, generator=generator),
+                "labels": labels,
+            }
         if self.form in ("left", "right"):
             mask = _padding(self.batch, self.length, self.form)
             inputs |= {"attention_mask": mask, "labels": labels.masked_fill(mask == 0, -100)}
@@ -50,6 +60,8 @@ class Case:
 
 
 VOCABULARY = 67
+IMAGE, CLASSES = 12, 5  # pixels along each side, and what an image may show
+BANDS, FRAMES = 6, 17  # of sound: frequencies, and positions of the encoder
 
 
 def _padding(batch: int, length: int, side: str) -> torch.Tensor:
@@ -141,6 +153,29 @@ class Prepared(nn.Module):
 
 
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
+
+
+_WHISPER = {
+    "d_model": 32,
+    "num_mel_bins": BANDS,
+    "max_source_positions": FRAMES,
+    "max_target_positions": 64,
+    "decoder_start_token_id": 1,
+    **{f"{part}_layers": 2 for part in ("encoder", "decoder")},
+    **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
+    **{f"{part}_ffn_dim": 48 for part in ("encoder", "decoder")},
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+}
+
+
+def _vit() -> nn.Module:
+    import transformers
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    image = {"image_size": IMAGE, "patch_size": 3, "num_labels": CLASSES}
+    config = transformers.ViTConfig(attn_implementation="eager", **sizes, **image)
+    return transformers.ViTForImageClassification(config)
 
 
 class PlainGPT(nn.Module):
@@ -250,6 +285,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "bloom": lambda: _eager("Bloom", hidden_size=32, n_layer=2, n_head=4),
     "falcon": lambda: _eager("Falcon", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True),
     "t5": lambda: Prepared(_eager("T5", "ForConditionalGeneration", dropout_rate=0.0, **_T5)),
+    "whisper": lambda: _eager("Whisper", "ForConditionalGeneration", **_WHISPER),
+    "vit": _vit,
     "encoder": lambda: Encoder(norm_first=False),
     "encoder-norm-first": lambda: Encoder(norm_first=True),
     "encoder-seq-first": lambda: Encoder(norm_first=True, batch_first=False),
