@@ -62,8 +62,20 @@ def flash_attn_qkvpacked_func(
     return flash_attn_func(*qkv.unbind(2), dropout_p, softmax_scale, **rest)
 
 
-def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
-    raise AssertionError("never run")
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    **rest: Any,
+) -> Tensor:
+    """One call of the other function for each document."""
+    edges = (bounds.tolist() for bounds in (cu_seqlens_q[:-1], cu_seqlens_q[1:], cu_seqlens_k[:-1], cu_seqlens_k[1:]))
+    parts = [(q[None, a:b], k[None, c:d], v[None, c:d]) for a, b, c, d in zip(*edges, strict=True)]
+    return torch.cat([flash_attn_func(*part, **rest)[0] for part in parts])
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +133,14 @@ CALLS: dict[str, tuple[Callable[..., Tensor], int, int]] = {  # call, key/value 
 }
 
 
+def assert_equal(model: nn.Module, inputs: dict[str, Tensor], out: Tensor, gradients: dict[str, Tensor]) -> None:
+    expected = model(**inputs)
+    expected.sum().backward()
+    torch.testing.assert_close(out, expected.detach(), rtol=1e-10, atol=1e-10)
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_equals_one_device(name: str) -> None:
     call, kv_heads, others = CALLS[name]
@@ -136,11 +156,7 @@ def test_a_call_equals_one_device(name: str) -> None:
     assert captured.joint is not None
     (node,) = captured.joint.graph.find_nodes(op="call_function", target=torch.ops.evocompile.dense_attention.default)
     assert "test_flash_calls.py" in source_line(node)
-    expected = model(**inputs)
-    expected.sum().backward()
-    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
-    for key, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[key], parameter.grad, rtol=1e-10, atol=1e-10)
+    assert_equal(model, inputs, out, gradients)
 
 
 def test_dropout_is_taken_over() -> None:
@@ -155,15 +171,48 @@ def with_weights(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return flash_attn_func(q, k, v, return_attn_probs=True)[0]
 
 
-def with_documents(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def with_pages(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     bounds = torch.tensor([0, 3, 5])
-    return flash_attn_varlen_func(q[0], k[0], v[0], bounds, cu_seqlens_k=bounds)[None]
+    return flash_attn_varlen_func(q[0], k[0], v[0], bounds, bounds, 3, 3, block_table=bounds)[None]
 
 
-@pytest.mark.parametrize(("call", "reason"), [(with_weights, "weights of flash"), (with_documents, "cu_seqlens")])
+@pytest.mark.parametrize(("call", "reason"), [(with_weights, "weights of flash"), (with_pages, "in pages")])
 def test_what_is_not_built_is_refused_with_the_line(call: Callable[..., Tensor], reason: str) -> None:
     model = Model(call)
     with pytest.raises(
-        CaptureError, match=rf"test_flash_calls.py:\d+ in {call.__name__}: (.|\n)*{reason}(.|\n)*\n  Call "
+        CaptureError, match=rf"test_flash_calls.py:\d+ in {call.__name__}: (.|\n)*{reason}(.|\n)*\n  (Call|Pass) "
     ):
         capture(model.forward, model, (), {"x": torch.randn(2, 5, WIDTH, dtype=torch.float64)})
+
+
+class Documents(nn.Module):
+    """A call of the package on one row of documents."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__()
+        self.arguments = arguments
+        self.register_buffer("slopes", torch.tensor([0.5, 0.25, 0.125, 0.0625]), persistent=False)
+        self.project = nn.Linear(WIDTH, 3 * HEADS * DIM, dtype=torch.float64)
+        self.back = nn.Linear(HEADS * DIM, WIDTH, bias=False, dtype=torch.float64)
+
+    def forward(self, x: Tensor, bounds: Tensor, k_bounds: Tensor | None = None) -> Tensor:
+        q, k, v = (each[0].unflatten(1, (HEADS, DIM)) for each in self.project(x).chunk(3, dim=2))
+        slopes = self.slopes if "softcap" in self.arguments and k_bounds is None else None
+        others = bounds if k_bounds is None else k_bounds
+        out = flash_attn_varlen_func(q, k, v, bounds, others, LENGTH, LENGTH, alibi_slopes=slopes, **self.arguments)
+        return self.back(out.flatten(1)[None]).tanh()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"causal": True, "window_size": (3, -1)}, {"causal": True, "softcap": 0.8}])
+@pytest.mark.parametrize("others", [None, [0, 2, 9, 13]], ids=["same", "others"])
+def test_documents_equal_one_device(arguments: dict[str, Any], others: list[int] | None) -> None:
+    torch.manual_seed(2)
+    model = Documents(**arguments)
+    inputs = {"x": torch.randn(1, LENGTH, WIDTH, dtype=torch.float64), "bounds": torch.tensor([0, 4, 10, 13]).int()}
+    if others:
+        inputs["k_bounds"] = torch.tensor(others).int()
+    out, gradients, program, captured = run(model, inputs, Plan(cp=2))
+    (call,) = attentions(captured)
+    assert others or "t0(b, k) == t0(b, q)" in str(call.mask)
+    assert not program.notes
+    assert_equal(model, inputs, out, gradients)
