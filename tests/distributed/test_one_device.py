@@ -213,7 +213,8 @@ def test_logits_in_evaluation(job: Job, jobs: Jobs) -> None:
     for result in jobs.results(job):
         for own, reference in zip(result, expected, strict=True):
             assert type(own) is Tensor and not own.requires_grad
-            torch.testing.assert_close(own, reference, rtol=1e-5, atol=1e-6)
+            # logits near zero are sums of terms that are not
+            torch.testing.assert_close(own, reference, rtol=1e-5, atol=1e-5 * float(reference.abs().max()))
 
 
 # --- row 19 of PAINS: models side by side ----------------------------------------------------------------------------

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evocompile.capture import capture
-from evocompile.passes.shard_states import shard_rows
 from evocompile.pipeline import run_passes
 from evocompile.plan import Plan
 from evocompile.program import InputKind, Program
+from evocompile.shards import shard_rows
 from evocompile.virtual import virtual_step
 
 BATCH, LENGTH, WIDTH, DIM, V_DIM, WINDOW = 2, 13, 6, 4, 6, 4

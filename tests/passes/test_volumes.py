@@ -32,11 +32,14 @@ def programs(plan: Plan, length: int, window: int | None) -> list[Program]:
 
 
 def counted(program: Program, *purposes: str) -> Volume:
-    """Bytes that the rank sends over communicators of these purposes."""
+    """Bytes that the rank sends in a step over communicators of these purposes."""
+    assert program.forward is not None and program.backward is not None
+    nodes = [node for module in (program.forward, program.backward) for node in module.graph.nodes]
+    collectives = [program.collectives[node] for node in nodes if node in program.collectives]
 
     def sent(suffix: str) -> int:
         names = {purpose + suffix for purpose in purposes}
-        return sum(each.sent for each in program.collectives.values() if each.group.split(":")[0] in names)
+        return sum(each.sent for each in collectives if each.group.split(":")[0] in names)
 
     return Volume(sent(""), sent(".backward"))
 
