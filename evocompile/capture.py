@@ -23,6 +23,7 @@ from .capture_errors import find_write, refuse_data_dependence, underivable, unt
 from .errors import CaptureError, InputError, VerificationError
 from .fakes import FakeCall, fake_call
 from .first_call import set_up_lazily
+from .garbage import uncollected
 from .guards import Guards, readable_source
 from .local_inputs import Parts
 from .mesh import Mesh
@@ -89,6 +90,7 @@ class Captured:
         return lambda args, kwargs: bytecode(self.forward, args, kwargs)
 
 
+@uncollected()
 def capture(
     forward: Callable[..., Any],
     module: nn.Module,

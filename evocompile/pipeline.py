@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from .errors import VerificationError
+from .garbage import uncollected
 from .plan import Plan
 from .printing import program_text
 from .program import Program, Snapshot
@@ -13,6 +14,7 @@ from .program import Program, Snapshot
 Progress = Callable[[str], None]
 
 
+@uncollected()
 def run_passes(
     captured: Program,
     plan: Plan,
