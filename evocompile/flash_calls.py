@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .errors import CaptureError
+
 _MODULES = ("flash_attn", "flash_attn.flash_attn_interface")
 _NO_WEIGHTS = "Call it without return_attn_probs: the weights are never computed as a whole."
 _NO_PAGES = "Pass keys and values themselves."
@@ -29,8 +31,8 @@ _NO_SLOPES = "Pass slopes (heads,), or write the bias out."
 
 
 def refuse(reason: str, way_out: str) -> NoReturn:
-    """Stops the trace: Dynamo is told to treat a call of this as the end of capture (`torch_private.trace`)."""
-    raise NotImplementedError(f"{reason}. {way_out}")
+    """Ends the capture, which Dynamo does itself where it meets a call of this (`torch_private`)."""
+    raise CaptureError(f"{reason}. {way_out}")
 
 
 def replacements() -> dict[Callable[..., Any], Callable[..., Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
 
 _MASK = (1 << 64) - 1
 
@@ -22,7 +23,7 @@ def stream_seed(seed: int, *streams: int) -> int:
     return seed >> 1
 
 
-@torch.library.custom_op("evocompile::random", mutates_args=())
+@custom_op("evocompile::random", mutates_args=())
 def random(
     seed: Tensor,
     stream: int,
@@ -49,7 +50,7 @@ def _(
     return torch.empty(size, dtype=dtype, device=device)
 
 
-@torch.library.custom_op("evocompile::attention_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+@custom_op("evocompile::attention_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def attention_seed(stream: int) -> Tensor:
     """A seed for the dropout of one attention, from the process' generator; int64 scalar on the CPU.
 
@@ -63,7 +64,7 @@ def _(stream: int) -> Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 
-@torch.library.custom_op("evocompile::stream_seed", mutates_args=())
+@custom_op("evocompile::stream_seed", mutates_args=())
 def seed_of_stream(seed: Tensor, stream: int) -> Tensor:
     """The seed of a stream of the step's seed; int64 scalars on the CPU."""
     return torch.tensor(stream_seed(int(seed), stream), dtype=torch.int64)

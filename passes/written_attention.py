@@ -19,7 +19,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from evocompile.kernels.attention import attention_with_sink
+from evocompile.kernels.dense_attention import attention_with_sink
 from evocompile.kernels.mask import K, Q
 from evocompile.kernels.score import S, Score, param, where
 

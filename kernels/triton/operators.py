@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import custom_op
 from torch.utils.flop_counter import register_flop_formula
 
 from evocompile.kernels.blocks import blocks
@@ -29,7 +30,7 @@ def _step(
     return Step(mask, tables, tuple(q_intervals), tuple(k_intervals), scale, softcap, slopes)
 
 
-@torch.library.custom_op("evocompile::triton_attention_step_", mutates_args=("out", "lse"))
+@custom_op("evocompile::triton_attention_step_", mutates_args=("out", "lse"))
 def triton_attention_step_(
     q: Tensor,
     k: Tensor,
@@ -56,7 +57,7 @@ def _(*_arguments: Any, **_rest: Any) -> None:
     return None
 
 
-@torch.library.custom_op("evocompile::triton_attention_backward_step_", mutates_args=("dq", "dk", "dv"))
+@custom_op("evocompile::triton_attention_backward_step_", mutates_args=("dq", "dk", "dv"))
 def triton_attention_backward_step_(
     d_out: Tensor,
     q: Tensor,
