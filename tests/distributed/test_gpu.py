@@ -17,7 +17,7 @@ from tests.models.zoo import Case
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="trains on a card: there is no CUDA device"),
 ]
 
 CASES = [Case("llama", length=13, seed=1), Case("mistral", length=13, seed=3), Case("gpt", length=13, batch=3, seed=1)]

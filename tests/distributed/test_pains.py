@@ -7,9 +7,9 @@ Rows whose tests stand elsewhere, with others of their kind:
 7   merging states: tests/kernels/test_numerics.py; 8 bf16 around the ring: there too.
 10  the check itself hangs: tests/test_agreement.py (`test_ranks_that_do_not_come_are_named` and those after it) and
     test_same_call.py, which finds one rank with a compiled program and one without.
-14  errors deep in the compiler: tests/test_capture.py, `test_errors_name_the_line_the_reason_and_no_stack`.
+14  errors deep in the compiler: tests/test_capture_errors.py, `test_errors_name_the_line_the_reason_and_no_stack`.
 15  recompiles: `padded_lengths_share_programs` and `each_signature_is_compiled_once` on ranks; that a message names
-    what changed: tests/test_capture.py, `test_guards_see_changes_of_the_call`.
+    what changed: tests/test_guards.py, `test_guards_see_changes_of_the_call`.
 18  checkpoints: test_checkpoints.py.
 12  gathers of weights: tests/passes/test_rematerialize.py.
 19  models side by side: test_one_device.py, `test_models_side_by_side`.

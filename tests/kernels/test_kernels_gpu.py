@@ -23,7 +23,10 @@ from tests.kernels.test_attention import (
     ops,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="runs kernels on a card: there is no CUDA device"),
+]
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
@@ -43,7 +46,9 @@ def test_a_backend(backend: str, dtype: torch.dtype, dims: tuple[int, int], mask
         try:
             out, lse = ops.attention(q, k, v, tables, mask, scale)
         except KernelError as refused:
-            pytest.skip(str(refused))
+            if backend in ("triton", "reference"):  # which serve all of these
+                raise
+            pytest.skip(f"not installed here, or not made for this case: {refused}")
         gradients = ops.attention_backward(d_out, q, k, v, out, lse, tables, mask, scale)
         again = ops.attention_backward(d_out, q, k, v, out, lse, tables, mask, scale)
         state: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
@@ -63,7 +68,7 @@ def test_a_backend(backend: str, dtype: torch.dtype, dims: tuple[int, int], mask
 def test_the_warp_specialised_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = pytest.importorskip("evocompile.kernels.triton.launch")
     if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("from compute capability 9.0 on")
+        pytest.skip("the kernel loads by tensor descriptors, which cards have from compute capability 9.0 on")
     monkeypatch.setenv(launch.SPECIALIZE, "1")
     q, k, v, d_out = make((4, 2), 512, 512, (64, 64), torch.bfloat16)
     expected = exact(q, k, v, None, d_out)

@@ -14,7 +14,10 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="triton, which has wheels for Linux only, is not installed: pip install evocompile[dev]",
+)
 
 
 def run(arguments: list[str], **environment: str) -> str:
