@@ -62,9 +62,8 @@ class Builder:
         name = self.source.name if self.source is not None and self.source.op == "call_function" else None
         node = self.graph.create_node("call_function", target, tuple(args), kwargs, name)
         node.meta["val"] = self._fake_value(target, tuple(args), kwargs)
-        if self.source is not None:
-            kept = ("stack_trace", "recompute")  # torch's own: where the model made it, in which checkpoint
-            node.meta.update({key: self.source.meta[key] for key in kept if key in self.source.meta})
+        if self.source is not None and "stack_trace" in self.source.meta:
+            node.meta["stack_trace"] = self.source.meta["stack_trace"]
         if layout is not None:
             self.layouts[node] = layout
         return node

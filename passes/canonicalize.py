@@ -74,7 +74,6 @@ def _replace(program: Program, node: fx.Node, recovery: ScoreRecovery) -> None:
     with node.graph.inserting_before(node):
         canonical = node.graph.call_function(target, arguments)
     with torch.no_grad():
-        canonical.meta["val"] = target(*fx.map_arg(arguments, val))
-    canonical.meta["stack_trace"] = node.meta.get("stack_trace")
+        canonical.meta = {**node.meta, "val": target(*fx.map_arg(arguments, val))}  # source line, checkpoint
     node.replace_all_uses_with(canonical)
     node.graph.erase_node(node)

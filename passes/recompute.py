@@ -5,7 +5,8 @@ fewest bytes are alive: in a transformer, the residual stream alone. A layer tha
 cut and, under "attention", its attention's out and log-sum-exp (LightSeq / DistFlashAttn, 2310.03294, section 3.3: the
 checkpoint stands behind attention, whose forward and exchanges run once). "full" keeps the cut alone, and so attends
 twice, as ordinary checkpoints of layers do. What comes before the first cut (embeddings) and after the last (the head
-and the loss, whose backward comes at once) is kept.
+and the loss, whose backward comes at once) is kept. Regions that the model itself checkpoints
+(`torch.utils.checkpoint`) keep what they read and their attentions' results, whatever the plan says.
 
 Backward gets copies of the operators that it has to compute again, each right before its first use, on the graph at
 global shapes: so every rank computes the same again, in the same place.
@@ -22,6 +23,7 @@ from itertools import pairwise
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from evocompile.program import InputKind, Note, OutputKind, Program, nbytes, placeholders
 
@@ -37,6 +39,7 @@ _ALIASES = {
     *(aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.expand.default),
     *(aten.slice.Tensor, aten.select.int, aten.alias.default, aten.detach.default),
 }
+_REGION = "ac_graph_id"  # in `meta`, of torch: which checkpoint
 
 
 @dataclass(frozen=True)
@@ -49,24 +52,39 @@ class Layer:
 
 
 def recompute(program: Program) -> Program:
-    """Gives backward copies of what the plan's layers compute again, in place."""
+    """Gives backward copies of what the plan's layers and the model's own checkpoints compute again, in place."""
     assert program.joint is not None
     mode = program.plan.recompute
-    if mode == "none" or not program.outputs_of(OutputKind.GRADIENT):
+    is_checkpointed = any(map(_is_checkpointed, program.joint.graph.nodes))
+    if (mode == "none" and not is_checkpointed) or not program.outputs_of(OutputKind.GRADIENT):
         return program
     forward = Forward(program)
-    layers = forward.layers()
-    chosen = layers[: _count(program.plan.recompute_layers, len(layers))]
-    if not layers:
-        why = "the forward has no attention between whose calls layers could be cut"
-        program.notes.append(Note(f"nothing is computed again for recompute={mode!r}", why, ""))
-    _copy_into_backward(program, forward, chosen, mode)
+    again = forward.checkpointed()
+    if mode != "none":
+        layers = forward.layers()
+        if not layers:
+            why = "the forward has no attention between whose calls layers could be cut"
+            program.notes.append(Note(f"nothing is computed again for recompute={mode!r}", why, ""))
+        # The first layers, as what they keep is kept the longest.
+        for layer in layers[: round(program.plan.recompute_layers * len(layers))]:
+            again |= {node for node in layer.nodes if forward.root(node) not in layer.kept and _may_run(node, mode)}
+    _copy_into_backward(program, forward, again)
     return program
 
 
-def _count(fraction: float, layers: int) -> int:
-    """How many layers, the first ones, a fraction of them is: what they keep is kept the longest."""
-    return round(fraction * layers)
+def _is_checkpointed(node: fx.Node) -> bool:
+    """Computed inside of a region that the model checkpoints (torch's own mark)."""
+    return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def _may_run(node: fx.Node, mode: str = "attention") -> bool:
+    """Whether an operator may run again: attention under "full" only, and no random draw.
+
+    Draws are kept: the parts of a split draw have streams of their own, which a copy need not get again.
+    """
+    attends = node.target == ATTENTION or (node.target is operator.getitem and node.args[0].target == ATTENTION)  # type: ignore[union-attr]
+    drawn = node.target == RANDOM or any(each.target == RANDOM for each in node.all_input_nodes)
+    return not drawn and (mode == "full" or not attends)
 
 
 class Forward:
@@ -141,6 +159,15 @@ class Forward:
         nodes = tuple(node for node in self.activations if lo < self._position[node] <= hi)
         return Layer(nodes, attention, kept)
 
+    def checkpointed(self) -> set[fx.Node]:
+        """What the model's own checkpoints compute again: all of a region but what others read of it."""
+        inside = set(self.nodes)
+
+        def leaves(node: fx.Node) -> bool:
+            return any(user in inside and user.meta.get(_REGION) != node.meta.get(_REGION) for user in node.users)
+
+        return {node for node in self.nodes if _is_checkpointed(node) and _may_run(node) and not leaves(node)}
+
     def root(self, node: fx.Node) -> fx.Node:
         return self._root[node]
 
@@ -164,12 +191,11 @@ def _before_the_head(alive: list[int], begin: int) -> int:
     return best
 
 
-def _copy_into_backward(program: Program, forward: Forward, layers: list[Layer], mode: str) -> None:
-    """Copies what backward reads of the layers, and what that depends on, up to what is kept."""
+def _copy_into_backward(program: Program, forward: Forward, again: set[fx.Node]) -> None:
+    """Copies what backward reads of `again`, and what of it that depends on, each right before its first use."""
     assert program.joint is not None
     graph = program.joint.graph
     is_forward = set(forward.nodes)
-    again = {node for layer in layers for node in layer.nodes if _may_be_copied(node, layer, forward, mode)}
     copies: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or node in is_forward:
@@ -182,13 +208,6 @@ def _copy_into_backward(program: Program, forward: Forward, layers: list[Layer],
                 node.replace_input_with(each, copies[each])
     graph.lint()
     program.joint.recompile()
-
-
-def _may_be_copied(node: fx.Node, layer: Layer, forward: Forward, mode: str) -> bool:
-    """Random draws are kept: the parts of a split draw have streams of their own, which a copy need not get again."""
-    attends = node.target == ATTENTION or (node.target is operator.getitem and node.args[0].target == ATTENTION)  # type: ignore[union-attr]
-    drawn = node.target == RANDOM or any(each.target == RANDOM for each in node.all_input_nodes)
-    return forward.root(node) not in layer.kept and not drawn and (mode == "full" or not attends)
 
 
 def _in_order(wanted: list[fx.Node], again: set[fx.Node], done: dict[fx.Node, fx.Node]) -> list[fx.Node]:

@@ -2,9 +2,8 @@
 
 Saved is what the forward computes anyway and the backward reads, except what costs nothing to have again: views of
 saved values, values made from no data (positions, constants), and parameters, which are gathered again from the
-shards so that no rank ever keeps a whole layer between forward and backward. Where the model itself checkpoints a
-region (`torch.utils.checkpoint`), what the region computes is computed again too, but for attention and communication:
-its inputs and the attentions' outputs are saved (LightSeq / DistFlashAttn's checkpointing, 2310.03294).
+shards so that no rank ever keeps a whole layer between forward and backward. What layers and checkpoints compute again
+stands in the joint graph already, as copies that only backward needs (`recompute`).
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ from dataclasses import replace
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
-from evocompile.collectives import exchange_start, exchange_wait, is_boundary, is_start, is_wait
+from evocompile.collectives import exchange_start, exchange_wait, is_start, is_wait
 from evocompile.layout import Layout
 from evocompile.program import Collective, InputKind, OutputKind, Program, output_values, placeholders
 
@@ -117,18 +115,11 @@ def _recomputable(graph: fx.Graph, in_forward: set[fx.Node]) -> set[fx.Node]:
             or node.target in FACTORIES
             or node.target in _VIEWS
             or _gathers_parameter(node)
-            or _is_checkpointed(node)
             or (is_wait(node) and node.args[0] in again)
             or (node.target is aten.constant_pad_nd.default and any(_gathers_parameter(user) for user in node.users))
         ):
             again.add(node)
     return again
-
-
-def _is_checkpointed(node: fx.Node) -> bool:
-    """Computed inside a region that the model checkpoints. Attention and communication are never done again."""
-    policy = node.meta.get("recompute")
-    return policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE) and not is_boundary(node)
 
 
 def _gathers_parameter(node: fx.Node) -> bool:

@@ -118,10 +118,7 @@ def _attention_backward(builder: Builder, node: fx.Node, exchanged: dict[fx.Node
     common, heads = _common(builder, call, placing.heads), placing.heads
     dtypes = [each.meta["val"].dtype for each in (call.q, call.k, call.v, *call.form.params[: call.form.trained])]
     if heads is None:
-        # What is computed again comes back in the order of its first use, with the gathers of its parameters: use all
-        # of it here, or a rank that sends nothing at first would gather in another order than one that does.
-        q, k, v = (builder.call(aten.alias.default, (each,)) for each in (call.q, call.k, call.v))
-        gradients = _backward(builder, placing, common, call.d_out, q, k, v, call.out, call.lse)
+        gradients = _backward(builder, placing, common, call.d_out, call.q, call.k, call.v, call.out, call.lse)
         return _cast_all(builder, gradients, dtypes)
     group = heads.group(".backward")
     there = exchanged.get(call.lse) or _by_heads(builder, heads, call, group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -13,7 +14,7 @@ from evocompile.collectives import is_start
 from evocompile.passes.split_attention import STEP
 from evocompile.pipeline import run_passes
 from evocompile.plan import Plan, Shard
-from evocompile.program import OutputKind, Program, nbytes, output_values
+from evocompile.program import Program, nbytes
 from tests.models.compare import assert_gradients, assert_loss
 from tests.models.zoo import Case, PlainGPT
 from tests.virtual_model import VirtualModel
@@ -35,13 +36,15 @@ def program_of(model: torch.nn.Module, case: Case, plan: Plan) -> list[Program]:
 
 
 def saved_bytes(program: Program) -> int:
-    assert program.forward is not None
-    count = len(program.outputs_of(OutputKind.USER)) + len(program.outputs_of(OutputKind.BUFFER))
-    return sum(nbytes(node.meta["val"]) for node in output_values(program.forward.graph)[count:])
+    return sum(nbytes(node.meta["val"]) for node in program.saved)
 
 
-def test_a_checkpointed_region_is_computed_again_but_not_its_attention(references: Any) -> None:
-    case, plan = Case("gpt", length=13), Plan(cp=2)
+PLANS = [Plan(cp=2), Plan(cp=3, attention="ring"), Plan(dp=2, cp=3, attention="balanced", shard=Shard(2, 2, 2))]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_checkpointed_region_is_computed_again_but_not_its_attention(plan: Plan, references: Any) -> None:
+    case = Case("gpt", length=13)
     torch.manual_seed(0)
     model = Checkpointed()
     programs, plain = program_of(model, case, plan), program_of(case.build(), case, plan)
@@ -50,6 +53,10 @@ def test_a_checkpointed_region_is_computed_again_but_not_its_attention(reference
     assert_loss(losses[0], references[case]["loss"])
     assert_gradients(gradients, references[case]["gradients"])
     assert saved_bytes(programs[0]) < 0.5 * saved_bytes(plain[0])
+    # What each region reads, what the last one gives, and the head's input. Without them, backward would begin with all
+    # regions again, to have what the last one reads.
+    shapes = [node.meta["val"].shape for node in programs[0].saved]
+    assert sum(len(shape) == 3 and shape[-1] == 24 for shape in shapes) == len(model.blocks) + 2
     assert programs[0].backward is not None
     assert not [node for node in programs[0].backward.graph.nodes if node.target is STEP]
 
