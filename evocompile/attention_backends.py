@@ -5,16 +5,19 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+import evocompile.kernels.attention  # noqa: F401 (registers the operators)
+
 from .kernels import dispatch
-from .kernels.attention import attention_backward_step, attention_step  # registers the operators
 from .kernels.blocks import blocks
 from .kernels.dispatch import CAUSAL, CHANGED, FULL, TENSOR, Case
 from .kernels.form import Form
 from .kernels.mask import Tile
 from .program import Program
+from .torch_private import OpOverload, arguments_by_name
 
 _BLOCK_MASK = {Tile.FULL: FULL, Tile.CAUSAL: CAUSAL, Tile.MASKED: TENSOR}
 # A step by its predicate; where no backend takes whole steps of it, what its masked blocks get.
+_STEPS = (torch.ops.evocompile.attention_step.default, torch.ops.evocompile.attention_backward_step.default)
 _KINDS = {
     "full": (FULL, FULL),
     "causal": (CAUSAL, CAUSAL),
@@ -34,14 +37,13 @@ def check_backends(program: Program) -> None:
         return
     for graph in program.graphs.values():
         for node in graph.graph.nodes:
-            if node.target in (attention_step._opoverload, attention_backward_step._opoverload):
+            if node.target in _STEPS:
                 _check_step(node)
 
 
 def _check_step(node: fx.Node) -> None:
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    given = {each.name: each.default_value for each in arguments}
-    given |= {each.name: value for each, value in zip(arguments, node.args, strict=False)} | node.kwargs
+    assert isinstance(node.target, OpOverload)
+    given = arguments_by_name(node.target, node.args, node.kwargs)
     q, v = given["q"].meta["val"], given["v"].meta["val"]
     form = Form(given["params"] or (), None, given["score"], given["dropout"], trained=given.get("trained", 0))
     if dispatch.step_kernel(q, v, given["mask"], form) is not None:

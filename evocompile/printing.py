@@ -11,6 +11,7 @@ from torch import fx
 
 from .accounting import sent_in_step
 from .program import Program, nbytes, source_line
+from .torch_private import OpOverload
 
 _DTYPES = {
     torch.float64: "f64",
@@ -137,7 +138,7 @@ def _format(value: Any) -> str:
 
 
 def _target(node: fx.Node) -> str:
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return str(node.target)
     return getattr(node.target, "__name__", str(node.target))
 

@@ -41,7 +41,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._guards import TracingContext, tracing
 from torch._inductor.decomposition import select_decomp_table
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -445,6 +445,13 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor)
+
+
+def arguments_by_name(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of an operator, with the defaults of those that are left out."""
+    schema = operator._schema.arguments
+    defaults = {each.name: each.default_value for each in schema if each.has_default_value()}
+    return {**defaults, **dict(zip((each.name for each in schema), args, strict=False)), **kwargs}
 
 
 def outside_fake_mode() -> contextlib.AbstractContextManager[Any]:

@@ -37,10 +37,12 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from evocompile.torch_private import arguments_by_name
+
 from . import dense_attention, reference  # noqa: F401 (dense_attention registers its operators)
 from .form import Form
 from .reference import accumulation_dtype
-from .schema import FORM, TRAINED, as_operands, given_arguments, operands_like
+from .schema import FORM, TRAINED, as_operands, operands_like
 from .steps import Where, gradients_like, run_backward_step, run_step, state_like
 
 _PLACE = "int batch=0, int head=0"
@@ -135,7 +137,7 @@ def attention_backward_step(
 
 @attention_backward_step.register_fake
 def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any, **_form: Any) -> list[Tensor]:
-    given = given_arguments(attention_backward_step, (d_out, q, k, v, *_rest), _form)
+    given = arguments_by_name(torch.ops.evocompile.attention_backward_step.default, (d_out, q, k, v, *_rest), _form)
     return gradients_like(accumulation_dtype(q.dtype), q, k, v, *(given["params"] or ())[: given["trained"]])
 
 
@@ -200,7 +202,7 @@ def attention_backward(
 
 @attention_backward.register_fake
 def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any, **_form: Any) -> list[Tensor]:
-    given = given_arguments(attention_backward, (d_out, q, k, v, *_rest), _form)
+    given = arguments_by_name(torch.ops.evocompile.attention_backward.default, (d_out, q, k, v, *_rest), _form)
     return operands_like(q, k, v, (given["params"] or ())[: given["trained"]])
 
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.library import Library, custom_op
 
+from evocompile.torch_private import arguments_by_name
+
 from .form import Changes, Form
-from .schema import FORM, TRAINED, as_operands, given_arguments, operands_like
+from .schema import FORM, TRAINED, as_operands, operands_like
 from .steps import attend_block, attend_block_backward, contiguous, state_like
 
 _GRIDS = "Tensor[]? grids=None"
@@ -89,7 +91,7 @@ def dense_attention_backward(
 
 @dense_attention_backward.register_fake
 def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any, **_form: Any) -> list[Tensor]:
-    given = given_arguments(dense_attention_backward, (d_out, q, k, v, *_rest), _form)
+    given = arguments_by_name(torch.ops.evocompile.dense_attention_backward.default, (d_out, q, k, v, *_rest), _form)
     return operands_like(q, k, v, (given["params"] or ())[: given["trained"]])
 
 

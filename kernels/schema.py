@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -23,10 +22,3 @@ def as_operands(gradients: Sequence[Tensor], q: Tensor, form: Form) -> list[Tens
 def operands_like(q: Tensor, k: Tensor, v: Tensor, trained: Sequence[Tensor]) -> list[Tensor]:
     """Uninitialised gradients as of `as_operands`."""
     return gradients_like(q.dtype, q, k, v) + [each.new_empty(each.shape) for each in trained]
-
-
-def given_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, with the defaults of those that are left out."""
-    schema = operator._opoverload._schema.arguments
-    defaults = {each.name: each.default_value for each in schema if each.has_default_value()}
-    return {**defaults, **dict(zip((each.name for each in schema), args, strict=False)), **kwargs}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from evocompile.kernels.score import S, where
+from evocompile.torch_private import HigherOrderOperator
 
 from .written_attention import Leaves, NotAttention, Written, fake, name_of, number_of, shape
 
@@ -34,7 +35,7 @@ _ON_SCORES: dict[str, Callable[..., sympy.Expr]] = {
 
 
 def is_flex(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.HigherOrderOperator) and name_of(node) == "flex_attention"
+    return isinstance(node.target, HigherOrderOperator) and name_of(node) == "flex_attention"
 
 
 def read_flex(node: fx.Node, make: Make) -> Written:

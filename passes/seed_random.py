@@ -14,6 +14,7 @@ from torch import fx
 
 from evocompile.errors import ShardingError
 from evocompile.program import Input, InputKind, Program, placeholders, source_line
+from evocompile.torch_private import OpOverload
 
 from .build import fake_mode_of
 from .rules.base import argument
@@ -47,7 +48,7 @@ def seed_random(program: Program) -> Program:
 
 
 def _is_random(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _seeded(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int) -> fx.Node:

@@ -25,7 +25,7 @@ from evocompile.errors import MaskError
 from evocompile.kernels.mask import B, H, K, Mask, Q, table, table_index
 from evocompile.kernels.score import float_table
 from evocompile.program import source_line, val
-from evocompile.torch_private import is_fake, outside_fake_mode
+from evocompile.torch_private import OpOverload, is_fake, outside_fake_mode
 
 from ..build import fake_mode_of
 from .constants import band_of
@@ -331,7 +331,7 @@ def _input_free(graph_module: fx.GraphModule, constants: Mapping[fx.Node, Tensor
             real = _attribute(graph_module, node)
             known = isinstance(real, Tensor) and not is_fake(real)
         else:
-            known = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
+            known = isinstance(node.target, OpOverload) and node.target.namespace in ("aten", "prims")
             known = known and torch.Tag.nondeterministic_seeded not in node.target.tags
             known = known and all(each in largest for each in node.all_input_nodes)
         if known:

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from evocompile.errors import MaskError
 from evocompile.kernels.mask import H, K, Q, evaluate
 from evocompile.program import val
-from evocompile.torch_private import outside_fake_mode
+from evocompile.torch_private import OpOverload, outside_fake_mode
 
 from .rules import MOVES, Coordinates, broadcast
 from .values import Unproven, cases_of
@@ -57,7 +57,7 @@ def _on_line(recovery: Any, node: fx.Node, coordinates: Coordinates, line: dict[
         return _on_line(recovery, source, MOVES[packet](recovery.domain, node, coordinates), line)
     if not {Q, K} & {symbol for each in coordinates for symbol in each.free_symbols}:
         return recovery.compute(node)[tuple(torch.as_tensor(evaluate(each, line, ())) for each in coordinates)]
-    if not isinstance(node.target, torch._ops.OpOverload) or torch.Tag.pointwise not in node.target.tags:
+    if not isinstance(node.target, OpOverload) or torch.Tag.pointwise not in node.target.tags:
         raise _NoDistance
 
     def operand(each: fx.Node) -> Tensor:

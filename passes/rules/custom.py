@@ -12,6 +12,7 @@ from torch import fx
 
 from evocompile.errors import ShardingError
 from evocompile.program import source_line
+from evocompile.torch_private import OpOverload
 
 from .base import Dims, Labels, Rule, TensorLabels, label_sizes, operands_of, result_shapes, shape_of
 
@@ -22,7 +23,7 @@ Notation = str | Callable[[fx.Node], str]
 
 
 def register_sharding_rule(
-    operator: torch._ops.OpOverload,
+    operator: OpOverload,
     rule: Notation,
     *,
     summed: str = "",
@@ -64,7 +65,7 @@ def register_sharding_rule(
 
 
 def _check_operator(operator: object) -> None:
-    if not isinstance(operator, torch._ops.OpOverload):
+    if not isinstance(operator, OpOverload):
         raise ShardingError(
             f"{operator!r} is no operator overload. Register the rule for one, such as torch.ops.my.scale.default"
         )

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 import evocompile.kernels.random  # noqa: F401 (registers the operator)
+from evocompile.torch_private import OpOverload
 
 from .base import Dims, Rule, TensorLabels, numbered, operands_of, result_shapes, shape_of
 
@@ -44,7 +45,7 @@ FACTORIES = (*CONSTANTS, prims.iota.default)
 
 
 def is_pointwise(target: object) -> bool:
-    return target in _UNTAGGED or (isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags)
+    return target in _UNTAGGED or (isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags)
 
 
 def broadcast_labels(shape: tuple[int, ...], result: tuple[int, ...]) -> TensorLabels:
