@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,50 @@ from evocompile.plan import Plan
 from evocompile.program import InputKind, OutputKind, Program
 from evocompile.shards import shard_of, whole_of
 from evocompile.virtual import VirtualStep, virtual_step
+
+
+class Ran(NamedTuple):
+    """outs: each rank's first output. gradients: whole, by name. programs: the ranks'. captured: at global shapes."""
+
+    outs: list[Tensor]
+    gradients: dict[str, Tensor]
+    programs: list[Program]
+    captured: Program
+
+    @property
+    def out(self) -> Tensor:
+        return self.outs[0]
+
+
+def run(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    plan: Plan,
+    captured: Program | None = None,
+    tangents: Sequence[Tensor] | None = None,
+) -> Ran:
+    """One step on all ranks; without tangents, the backward of the output's sum."""
+    captured = captured or capture(model.forward, model, (), dict(batch)).program
+    ranks = [run_passes(captured, plan, rank) for rank in range(plan.world)]
+    step = virtual_step(ranks, [_inputs(each, model, batch) for each in ranks], tangents)
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if (part := _whole_gradient(step, name, parameter, plan)) is not None:
+            gradients[name] = part
+    return Ran([outputs[0] for outputs in step.outputs], gradients, ranks, captured)
+
+
+def assert_attends_as_one_device(model: nn.Module, batch: Mapping[str, Tensor], plan: Plan) -> Ran:
+    """For a model that returns one tensor: it, and every gradient of its sum."""
+    expected = model(**batch)
+    expected.sum().backward()
+    ran = run(model, batch, plan)
+    for out in ran.outs:
+        _check_close(out, expected.detach(), "output")
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        _check_close(ran.gradients[name], parameter.grad, f"gradient of {name}")
+    return ran
 
 
 def assert_equals_one_device(model: nn.Module, batch: Mapping[str, Tensor], plan: Plan) -> list[Program]:
@@ -28,20 +73,34 @@ def assert_equals_one_device(model: nn.Module, batch: Mapping[str, Tensor], plan
     ranks = [run_passes(captured, plan, rank) for rank in range(plan.world)]
     step = virtual_step(ranks, [_inputs(each, model, batch) for each in ranks])
     _check_outputs(ranks, step, [output.detach() for output in outputs])
-    degree = plan.shard_degrees.optimizer
     for name, parameter in model.named_parameters():
-        for first in range(0, plan.world, degree):
-            parts = [step.gradients[first + i].get(name) for i in range(degree)]
-            assert all((part is None) == (parameter.grad is None) for part in parts), name
-            if parameter.grad is not None:
-                gradient = whole_of(parts, len(parameter) if parameter.ndim else 1, degree)  # type: ignore[arg-type]
-                _check_close(gradient, parameter.grad, f"gradient of {name}")
+        gradient = _whole_gradient(step, name, parameter, plan)
+        assert (gradient is None) == (parameter.grad is None), name
+        if gradient is not None and parameter.grad is not None:
+            _check_close(gradient, parameter.grad, f"gradient of {name}")
     return ranks
 
 
+def _whole_gradient(step: VirtualStep, name: str, parameter: Tensor, plan: Plan) -> Tensor | None:
+    """All copies of it, which agree. None: no rank has one."""
+    degree, whole = plan.shard_degrees.optimizer, None
+    for first in range(0, plan.world, degree):
+        parts = [step.gradients[first + i].get(name) for i in range(degree)]
+        if all(part is None for part in parts):
+            continue
+        copy = whole_of(parts, len(parameter) if parameter.ndim else 1, degree)  # type: ignore[arg-type]
+        torch.testing.assert_close(copy, copy if whole is None else whole, rtol=0, atol=0)
+        assert whole is not None or first == 0, f"only some replicas have a gradient of {name}"
+        whole = copy
+    return whole
+
+
 def _inputs(program: Program, model: nn.Module, batch: Mapping[str, Tensor]) -> list[Tensor]:
-    """What a rank passes: its shards of the parameters, and the whole batch."""
-    degrees, values = program.plan.shard_degrees, dict(batch)
+    """What a rank passes: its shards of the parameters, buffers, and the whole batch."""
+    degrees, values = (
+        program.plan.shard_degrees,
+        {**dict(model.named_buffers()), **batch, "random_seed": torch.tensor(5)},
+    )
     for name, parameter in model.named_parameters():
         values[name] = shard_of(parameter.detach(), degrees.params, degrees.optimizer, program.rank)
     return [values[each.name] for each in program.inputs if each.kind is not InputKind.TANGENT]

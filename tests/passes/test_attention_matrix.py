@@ -16,11 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from evocompile.capture import capture
-from evocompile.pipeline import run_passes
 from evocompile.plan import Plan
-from evocompile.program import InputKind, Program
-from evocompile.shards import shard_rows
-from evocompile.virtual import virtual_step
+from evocompile.program import Program
+from tests.equality import run
 
 BATCH, LENGTH, WIDTH, DIM, V_DIM, WINDOW = 2, 13, 6, 4, 6, 4
 HEADS = {"MHA": (3, 3), "GQA": (4, 2), "MQA": (3, 1)}
@@ -145,23 +143,10 @@ EIGHT = [
 )
 def test_every_mask_and_form_of_heads(plan: Plan, dtype: torch.dtype) -> None:
     model, program, expected, gradients = captured(dtype)
-    programs = [run_passes(program, plan, rank) for rank in range(plan.world)]
-    weights, values = dict(model.named_parameters()), batch(dtype)
-    inputs = []
-    for rank in range(plan.world):
-        row = []
-        for each in program.inputs:
-            if each.kind is InputKind.PARAMETER:
-                lo, hi = shard_rows(each.shape[0], plan.world, rank)
-                row.append(weights[each.name].detach()[lo:hi])
-            elif each.kind is InputKind.USER:
-                row.append(values[each.name])
-        inputs.append(row)
-    step = virtual_step(programs, inputs, [tangent(expected).to(dtype)])
+    ran = run(model, batch(dtype), plan, program, [tangent(expected).to(dtype)])
     close = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
-    for (out,) in step.outputs:
+    for out in ran.outs:
         torch.testing.assert_close(out.double(), expected, **close)
     for name, gradient in gradients.items():
-        whole = torch.cat([each[name] for each in step.gradients])  # type: ignore[misc]
-        torch.testing.assert_close(whole.double(), gradient, **close)
-    assert len(programs[0].attentions) == len(MASKS) * len(HEADS)
+        torch.testing.assert_close(ran.gradients[name].double(), gradient, **close)
+    assert len(ran.programs[0].attentions) == len(MASKS) * len(HEADS)

@@ -17,7 +17,8 @@ from evocompile.capture import capture
 from evocompile.errors import CaptureError
 from evocompile.plan import Plan
 from evocompile.program import source_line
-from tests.passes.test_written_attention import attentions, run
+from tests.equality import run
+from tests.passes.test_written_attention import attentions
 
 BATCH, LENGTH, WIDTH, HEADS, KV_HEADS, DIM = 2, 13, 8, 4, 2, 3
 
@@ -150,7 +151,7 @@ def test_a_call_equals_one_device(name: str) -> None:
     if others:
         inputs["other"] = torch.randn(BATCH, others, WIDTH, dtype=torch.float64)
     rules = dict(get_torch_obj_rule_map())
-    out, gradients, program, captured = run(model, inputs, Plan(cp=2))
+    (out, _), gradients, (program, _), captured = run(model, inputs, Plan(cp=2))
     assert dict(get_torch_obj_rule_map()) == rules
     assert len(attentions(captured)) == 1 and not program.notes
     assert captured.joint is not None
@@ -211,7 +212,7 @@ def test_documents_equal_one_device(arguments: dict[str, Any], others: list[int]
     inputs = {"x": torch.randn(1, LENGTH, WIDTH, dtype=torch.float64), "bounds": torch.tensor([0, 4, 10, 13]).int()}
     if others:
         inputs["k_bounds"] = torch.tensor(others).int()
-    out, gradients, program, captured = run(model, inputs, Plan(cp=2))
+    (out, _), gradients, (program, _), captured = run(model, inputs, Plan(cp=2))
     (call,) = attentions(captured)
     assert others or "t0(b, k) == t0(b, q)" in str(call.mask)
     assert not program.notes

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from evocompile.passes.heads import head_intervals
 from evocompile.plan import Plan
 from tests.conftest import References
+from tests.equality import assert_attends_as_one_device
 from tests.models.compare import assert_gradients, assert_loss
 from tests.models.zoo import Case
-from tests.passes.test_schedules import run
 from tests.virtual_model import virtual_model
 
 LENGTH = 11
@@ -96,9 +96,4 @@ class Biased(nn.Module):
 )
 def test_numbers_of_heads_go_with_their_heads(plan: Plan) -> None:
     model, x = Biased(), torch.randn(2, LENGTH, 8, dtype=torch.float64)
-    expected = model(x)
-    expected.sum().backward()
-    out, gradients, _ = run(model, x, plan)
-    torch.testing.assert_close(out, expected.detach(), rtol=1e-10, atol=1e-10)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-10)
+    assert_attends_as_one_device(model, {"x": x}, plan)

@@ -8,16 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from evocompile.capture import capture
 from evocompile.collectives import program_events
 from evocompile.passes import schedules
 from evocompile.passes.schedules import Schedule
 from evocompile.passes.verify import agree
-from evocompile.pipeline import run_passes
 from evocompile.plan import Plan
-from evocompile.program import InputKind, Program
-from evocompile.shards import shard_rows
-from evocompile.virtual import virtual_step
+from tests.equality import assert_attends_as_one_device, run
 
 WORLDS = [1, 2, 3, 4, 5, 7, 8, 16]
 
@@ -85,37 +81,21 @@ class Attention(nn.Module):
         self.q = nn.Linear(8, heads * 4, bias=False, dtype=torch.float64)
         self.kv = nn.Linear(8, 2 * kv_heads * 4, bias=False, dtype=torch.float64)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         batch, length, _ = x.shape
         q = self.q(x).view(batch, length, self.heads, 4).transpose(1, 2)
         kv = self.kv(x).view(batch, length, 2, self.kv_heads, 4).permute(2, 0, 3, 1, 4)
-        positions = torch.arange(length)
+        return q, kv[0], kv[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1])
         mask = None
         if self.window:
             back = positions[:, None] - positions
             mask = (back >= 0) & (back < self.window)
         return F.scaled_dot_product_attention(
-            q, kv[0], kv[1], attn_mask=mask, is_causal=self.window is None, enable_gqa=True
+            *self.project(x), attn_mask=mask, is_causal=self.window is None, enable_gqa=True
         )
-
-
-def run(model: nn.Module, x: Tensor, plan: Plan) -> tuple[Tensor, dict[str, Tensor], list[Program]]:
-    program = capture(model.forward, model, (), {"x": x}).program
-    programs = [run_passes(program, plan, rank) for rank in range(plan.world)]
-    weights = dict(model.named_parameters())
-    inputs = []
-    for rank in range(plan.world):
-        row = []
-        for each in program.inputs:
-            if each.kind is InputKind.PARAMETER:
-                lo, hi = shard_rows(each.shape[0], plan.world, rank)
-                row.append(weights[each.name].detach()[lo:hi])
-            elif each.kind is InputKind.USER:
-                row.append(x)
-        inputs.append(row)
-    step = virtual_step(programs, inputs)
-    gradients = {name: torch.cat([each[name] for each in step.gradients]) for name in weights}  # type: ignore[misc]
-    return step.outputs[0][0], gradients, programs
 
 
 @pytest.mark.parametrize("attention", ["ring", "zigzag", "balanced"])
@@ -125,13 +105,8 @@ def test_schedules_equal_one_device(attention: str, world: int, window: int | No
     torch.manual_seed(world)
     heads, kv_heads = ((4, 2), (4, 1), (2, 2))[world % 3]
     model, x = Attention(heads, kv_heads, window), torch.randn(2, 19, 8, dtype=torch.float64)
-    expected = model(x)
-    expected.sum().backward()
-    out, gradients, programs = run(model, x, Plan(cp=world, attention=attention))
-    torch.testing.assert_close(out, expected.detach(), rtol=1e-10, atol=1e-10)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-10)
-    noted = any("ring schedule" in note.what for note in programs[0].notes)
+    ran = assert_attends_as_one_device(model, {"x": x}, Plan(cp=world, attention=attention))
+    noted = any("ring schedule" in note.what for note in ran.programs[0].notes)
     assert noted == (attention == "balanced" and window == 0)
 
 
@@ -151,11 +126,8 @@ class Checkpointed(nn.Module):
 )
 def test_ranks_compute_again_in_one_order(plan: Plan) -> None:
     model, x = Checkpointed(), torch.randn(2, 11, 8, dtype=torch.float64)
-    model(x).sum().backward()
-    _, gradients, programs = run(model, x, plan)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-10)
-    agree([program_events(program) for program in programs])
+    ran = assert_attends_as_one_device(model, {"x": x}, plan)
+    agree([program_events(program) for program in ran.programs])
 
 
 @pytest.mark.parametrize("attention", ["ring", "zigzag", "balanced"])
@@ -166,8 +138,8 @@ def test_bfloat16_exchanges_blocks_in_bfloat16_and_gradients_in_float32(attentio
     x = torch.randn(2, 19, 8, dtype=torch.bfloat16)
     expected = model(x)
     expected.sum().backward()
-    out, gradients, _ = run(model, x, Plan(cp=world, attention=attention))
-    torch.testing.assert_close(out, expected.detach(), rtol=2e-2, atol=2e-2)
+    ran = run(model, {"x": x}, Plan(cp=world, attention=attention))
+    torch.testing.assert_close(ran.out, expected.detach(), rtol=2e-2, atol=2e-2)
     for name, parameter in model.named_parameters():
-        error = (gradients[name] - parameter.grad).abs().max()
+        error = (ran.gradients[name] - parameter.grad).abs().max()
         assert error <= 0.02 * parameter.grad.abs().max(), name

@@ -13,13 +13,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from evocompile.capture import capture
 from evocompile.passes.rules.attention import ATTENTION, call_of
-from evocompile.pipeline import run_passes
 from evocompile.plan import Plan
-from evocompile.program import InputKind, Program
-from evocompile.shards import shard_rows
-from evocompile.virtual import virtual_step
+from evocompile.program import Program
+from tests.equality import run
 
 BATCH, LENGTH, WIDTH, HEADS, DIM = 2, 13, 8, 4, 3
 LOWEST = torch.finfo(torch.float32).min  # as torch.where has it, whatever the scores' dtype
@@ -49,30 +46,6 @@ class Written(nn.Module):
         return self.back(out.transpose(1, 2).reshape(batch, length, -1)).tanh()
 
 
-def run(model: nn.Module, inputs: dict[str, Tensor], plan: Plan) -> tuple[Tensor, dict[str, Tensor], Program, Program]:
-    """(output, whole gradients, rank 0's program, the canonical one) of out.sum().backward()."""
-    program = capture(model.forward, model, (), inputs).program
-    programs = [run_passes(program, plan, rank) for rank in range(plan.world)]
-    weights, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    rows = []
-    for rank, each_program in enumerate(programs):
-        row = []
-        for each in each_program.inputs:
-            if each.kind is InputKind.PARAMETER:
-                lo, hi = shard_rows(each.shape[0], plan.world, rank)
-                row.append(weights[each.name].detach()[lo:hi])
-            elif each.kind is InputKind.BUFFER:
-                row.append(buffers[each.name])
-            elif each.kind is InputKind.USER:
-                row.append(inputs[each.name])
-            elif each.kind is InputKind.SEED:
-                row.append(torch.tensor(5))
-        rows.append(row)
-    step = virtual_step(programs, rows)
-    gradients = {name: torch.cat([each[name] for each in step.gradients]) for name in weights}  # type: ignore[misc]
-    return step.outputs[0][0], gradients, programs[0], program
-
-
 def attentions(program: Program) -> list[Any]:
     """The attention calls of a captured program, made canonical."""
     from evocompile.passes.canonicalize import canonicalize
@@ -93,21 +66,21 @@ def check(
     """One step equals one device's, and its attention has this mask and this score function."""
     torch.manual_seed(0)
     inputs = {"x": torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64), **inputs}
-    out, gradients, program, captured = run(model, inputs, plan)
+    ran = run(model, inputs, plan)
     model.attend = by_hand or model.attend
     with sdpa_kernel(SDPBackend.MATH):  # the others' gradients are wrong where a finite mask leaves a row nothing
         expected = model(**inputs)
     expected.sum().backward()
-    torch.testing.assert_close(out, expected.detach(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(ran.out, expected.detach(), rtol=1e-10, atol=1e-10)
     assert all(parameter.grad is not None for parameter in model.parameters())
     wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
-    torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-10)
-    (call,) = attentions(captured)
+    torch.testing.assert_close(ran.gradients, wanted, rtol=1e-10, atol=1e-10)
+    (call,) = attentions(ran.captured)
     if mask is not None:
         assert call.mask == mask
     if score is not None:
         assert call.form.score == score
-    return program
+    return ran.programs[0]
 
 
 def repeated(x: Tensor) -> Tensor:
@@ -268,7 +241,7 @@ def test_dropout_is_the_same_on_every_plan(attend: Attend) -> None:
     torch.manual_seed(1)
     model, inputs = Written(attend), {"x": torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64)}
     plans = [Plan(cp=2), Plan(cp=3, attention="balanced"), Plan(dp=2, cp=2, attention="ring")]
-    first, *others = (run(model, inputs, plan)[:2] for plan in plans)
+    first, *others = ((ran.out, ran.gradients) for ran in (run(model, inputs, plan) for plan in plans))
     for other in others:
         torch.testing.assert_close(other, first, rtol=1e-10, atol=1e-10)
     assert not torch.allclose(first[0], model.eval()(**inputs))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from evocompile.kernels.mask import parse_mask
 from evocompile.layout import Split
@@ -14,7 +17,8 @@ from evocompile.passes.attention_report import Sizes
 from evocompile.passes.choose_schedule import choose
 from evocompile.passes.schedules import Schedule
 from evocompile.plan import Plan
-from tests.passes.test_schedules import Attention, run
+from tests.equality import assert_attends_as_one_device, run
+from tests.passes.test_schedules import Attention
 
 EXAMPLES = int(os.environ.get("EVOCOMPILE_EXAMPLES", "0"))  # so many, other ones each time; 0: always the same
 SIZES = Sizes(1, 2, 1, 4, 4, 4, 4)
@@ -81,9 +85,61 @@ def positions(intervals: tuple[tuple[int, int], ...]) -> torch.Tensor:
 def test_attention_equals_one_device(plan: Plan, kv_heads: int, repeats: int, window: int | None, length: int) -> None:
     torch.manual_seed(length)
     model, x = Attention(kv_heads * repeats, kv_heads, window), torch.randn(2, length, 8, dtype=torch.float64)
-    expected = model(x)
-    expected.sum().backward()
-    out, gradients, _ = run(model, x, plan)
-    torch.testing.assert_close(out, expected.detach(), rtol=1e-10, atol=1e-10)
+    assert_attends_as_one_device(model, {"x": x}, plan)
+
+
+class Packed(Attention):
+    """Its mask: causal or both ways, within a document, a window, and no further than the valid positions."""
+
+    def __init__(self, heads: int, kv_heads: int, window: int, is_causal: bool) -> None:
+        super().__init__(heads, kv_heads, window)
+        self.is_causal = is_causal
+
+    def mask(self, documents: Tensor, valid: Tensor) -> Tensor:
+        at = torch.arange(documents.shape[1])
+        back = at[:, None] - at
+        near = (back < self.window) & ((back >= 0) if self.is_causal else (back > -self.window))
+        same = documents[:, None, :, None] == documents[:, None, None, :]
+        return near & same & valid[:, None, None, :]
+
+    def forward(self, x: Tensor, documents: Tensor, valid: Tensor) -> Tensor:  # type: ignore[override]
+        return F.scaled_dot_product_attention(*self.project(x), attn_mask=self.mask(documents, valid), enable_gqa=True)
+
+
+@st.composite
+def packings(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
+    """(documents, valid), (2, S): documents of any lengths, and up to all positions of either end not valid."""
+    length = draw(st.sampled_from([1, 3, 7, 12, 13, 17]))
+    documents, valid = torch.zeros(2, length, dtype=torch.long), torch.ones(2, length, dtype=torch.bool)
+    for row in range(2):
+        for begin in draw(st.lists(st.integers(0, length - 1), max_size=4)):
+            documents[row, begin:] += 1
+        lo, hi = sorted((draw(st.integers(0, length)), draw(st.integers(0, length))))
+        if draw(st.booleans()):
+            valid[row, :lo] = valid[row, hi:] = False
+    return documents, valid
+
+
+@settled(10)
+@given(
+    plan=plans(most=5),
+    kv_heads=st.integers(1, 2),
+    window=st.integers(1, 20),
+    is_causal=st.booleans(),
+    packing=packings(),
+)
+def test_documents_padding_and_windows_equal_one_device(
+    plan: Plan, kv_heads: int, window: int, is_causal: bool, packing: tuple[Tensor, Tensor]
+) -> None:
+    """A query that sees no key gives 0 and no gradient (one device's kernels differ there from each other)."""
+    documents, valid = packing
+    torch.manual_seed(window)
+    model = Packed(2 * kv_heads, kv_heads, window, is_causal)
+    x = torch.randn(*documents.shape, 8, dtype=torch.float64)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = model(x, documents, valid)
+        expected.sum().backward()
+    ran = run(model, {"x": x, "documents": documents, "valid": valid}, plan)
+    torch.testing.assert_close(ran.out, expected.detach(), rtol=1e-10, atol=1e-10)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(ran.gradients[name], parameter.grad, rtol=1e-10, atol=1e-10)
