@@ -18,10 +18,10 @@ class Mesh:
     @staticmethod
     def of(plan: Plan) -> Mesh:
         """The axis written last varies fastest: its ranks are neighbours."""
-        if plan.ulysses == 1:
-            return Mesh((("dp", plan.dp), ("cp", plan.cp)))
         context, heads = ("cp", plan.cp), ("ulysses", plan.ulysses)
-        return Mesh((("dp", plan.dp), *((context, heads) if plan.placement == "head-first" else (heads, context))))
+        sequence = [context, heads] if plan.placement == "head-first" else [heads, context]
+        optional = [axis for axis in (*sequence, ("tp", plan.tp)) if axis[0] == "cp" or axis[1] > 1]
+        return Mesh((("dp", plan.dp), *optional))
 
     @property
     def world(self) -> int:

@@ -47,7 +47,7 @@ class Plan:
 
     dp:         replicas that each take a part of the batch.
     cp:         ranks that split the sequence and exchange key/value blocks.
-    shard:      degrees of parameter, gradient and optimizer shards; `None`: all three over all dp * cp * ulysses ranks.
+    shard:      degrees of parameter, gradient and optimizer shards; `None`: all three over all ranks.
     ulysses:    ranks that split the sequence and exchange it for heads around every attention (all-to-all). The
                 sequence is split over cp * ulysses ranks together; blocks are exchanged among the cp ranks of equal
                 heads. Heads need not divide: ranks hold uneven numbers of them, and the key/value heads that they need.
@@ -64,7 +64,9 @@ class Plan:
     recompute:  what backward computes again of each layer: "none"; "attention": everything but the attention, whose
                 forward and exchanges run once; "full": everything, as ordinary checkpoints of layers do.
     recompute_layers: the fraction of the layers that do, the first ones.
-    tp, pp, overlap: only their defaults are built yet.
+    tp:         ranks that split the weights themselves, along the hidden units of MLPs and the heads of attentions, and
+                compute parts of the same tokens. They are neighbours.
+    pp, overlap: only their defaults are built yet.
     """
 
     dp: int = 1
@@ -86,11 +88,8 @@ class Plan:
             degree = getattr(self, name)
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
                 raise PlanError(f"Plan.{name} must be a positive integer, got {degree!r}")
-        for name in ("tp", "pp"):
-            if getattr(self, name) != 1:
-                raise PlanError(
-                    f"Plan.{name}={getattr(self, name)} is not built yet; use {name}=1 with dp, cp and ulysses"
-                )
+        if self.pp != 1:
+            raise PlanError(f"Plan.pp={self.pp} is not built yet; use pp=1 with dp, cp, ulysses and tp")
         for name, allowed in (
             ("attention", ATTENTION_SCHEDULES),
             ("placement", PLACEMENTS),
@@ -107,7 +106,7 @@ class Plan:
             )
         if self.shard is not None and self.replicas % self.shard.optimizer:
             raise PlanError(
-                f"{self.shard}: optimizer does not divide the {self.replicas} replicas dp*cp*ulysses of this plan"
+                f"{self.shard}: optimizer does not divide the {self.replicas} replicas dp*cp*ulysses*tp of this plan"
             )
         if isinstance(self.recompute_layers, bool) or not isinstance(self.recompute_layers, (int, float)):
             raise PlanError(f"Plan.recompute_layers must be a fraction from 0 to 1, got {self.recompute_layers!r}")
@@ -127,8 +126,8 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """R: number of ranks that compute with the same weights."""
-        return self.dp * self.cp * self.ulysses
+        """R: number of ranks among which the states can be sharded."""
+        return self.dp * self.cp * self.ulysses * self.tp
 
     @property
     def shard_degrees(self) -> Shard:

@@ -45,6 +45,7 @@ from .rules.pointwise import RANDOM
 from .rules.routing import Routes, Splits, bags_of
 from .rules.solve import Solution, canonical, forward, pull
 from .rules.windows import window_pull, window_solution
+from .tensor_axes import tensor_layouts
 
 
 def splits_of(program: Program) -> dict[str, Split]:
@@ -65,11 +66,15 @@ def annotate(program: Program) -> Program:
     """The program with `sharding` and `annotations` for its joint graph, which is still at global shapes."""
     assert program.joint is not None
     splits = Splits(splits_of(program))
+    weights: dict[fx.Node, Layout] = {}
+    if program.plan.tp > 1:
+        weights, axes = tensor_layouts(program)
+        splits.update(axes)
     program = replace(program, sharding=Sharding(splits, program.coordinate))
     routes, known = Routes(splits, dims_of), list(program.notes)
     while True:
         program.notes[:] = known
-        natural, solutions = _natural(program, routes)
+        natural, solutions = _natural(program, routes, weights)
         outputs = _output_layouts(program, natural, routes)
         versions = _demand(program, natural, solutions, outputs, routes)
         if not routes.broken:
@@ -79,13 +84,15 @@ def annotate(program: Program) -> Program:
     return replace(program, annotations=Annotations(versions, natural, outputs))
 
 
-def _natural(program: Program, routes: Routes) -> tuple[dict[fx.Node, Version], dict[fx.Node, Solution]]:
+def _natural(
+    program: Program, routes: Routes, weights: Mapping[fx.Node, Layout]
+) -> tuple[dict[fx.Node, Version], dict[fx.Node, Solution]]:
     assert program.joint is not None and program.sharding is not None
     splits = program.sharding.splits
     natural: dict[fx.Node, Version] = {}
     solutions: dict[fx.Node, Solution] = {}
     for node, each in zip(placeholders(program.joint.graph), program.inputs, strict=True):
-        natural[node] = (_input_layout(each, splits),)
+        natural[node] = (weights.get(node) or _input_layout(each, splits),)
     for node in program.joint.graph.nodes:
         if node.op == "get_attr":
             natural[node] = (Layout.whole(node.meta["val"].shape),)

@@ -111,6 +111,15 @@ def _mean(builder: Builder, node: fx.Node, results: Any, layouts: Any, operands:
     return builder.call(aten.div.Scalar, (total, count))
 
 
+def _addmm(builder: Builder, node: fx.Node, results: Any, _: Any, operands: list[fx.Node]) -> fx.Node:
+    """Where each rank has a part of the contraction, the first one adds the bias."""
+    bias, a, b = operands
+    if results[0].partial:
+        first = not any(builder.sharding.coordinate[axis] for axis in results[0].partial)
+        bias = builder.call(aten.mul.Tensor, (bias, int(first)))
+    return _same(builder, node, [bias, a, b])
+
+
 def _grouped_mm(builder: Builder, node: fx.Node, _: Any, __: Any, operands: list[fx.Node]) -> fx.Node:
     """The kernel wants its operands in the order of memory that they have on one device."""
     ordered = [
@@ -210,6 +219,7 @@ _EMIT: dict[object, Emit] = {
     **dict.fromkeys(NEW, _new),
     prims.iota.default: _iota,
     RANDOM: _random,
+    aten.addmm.default: _addmm,
     aten._grouped_mm.default: _grouped_mm,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,

@@ -167,9 +167,11 @@ def _place(builder: Builder, q: fx.Node) -> tuple[int, int]:
     """Global numbers of this rank's first batch row and first query head: what b and h count from."""
     layout, firsts = builder.layouts[q], []
     for dim in layout.dims[:2]:
-        (factor,) = dim
-        intervals = builder.sharding.intervals(factor.axis) if factor.split and factor.axis else ((0, factor.size),)
-        firsts.append(intervals[0][0] if intervals else 0)
+        first = 0
+        for factor in dim:
+            intervals = builder.sharding.intervals(factor.axis) if factor.split and factor.axis else ()
+            first = first * factor.size + (intervals[0][0] if intervals else 0)
+        firsts.append(first)
     return firsts[0], firsts[1]
 
 

@@ -18,7 +18,7 @@ from evocompile.kernels.mask import H, parse_mask
 from evocompile.layout import Dim, Factor, Layout, Split
 
 from .base import operands_of, shape_of
-from .solve import Solution, mesh_axes
+from .solve import Solution, mesh_axes, regroup
 
 ATTENTION = torch.ops.evocompile.attention.default
 ATTENTION_BACKWARD = torch.ops.evocompile.attention_backward.default
@@ -84,6 +84,7 @@ def call_of(node: fx.Node) -> Forward | Backward:
 
 def attention_solution(node: fx.Node, layouts: list[Layout], splits: Mapping[str, Split]) -> Solution:
     """Batch may be split; queries may be split; keys may be split if the queries are split over the same mesh axis.
+    Heads may be split: those of keys with all the queries that read them, or among these, with the keys at every rank.
 
     With whole keys and split queries every rank has a partial gradient of the keys.
     """
@@ -93,7 +94,14 @@ def attention_solution(node: fx.Node, layouts: list[Layout], splits: Mapping[str
     for letters, operand, layout in zip(leading, operands, layouts, strict=False):
         for letter, size, dim in zip(letters, shape_of(operand), layout.dims, strict=True):
             seeded = _seeded(dim, splits) if letter in "BST" else None
-            dims[letter] = seeded or dims.get(letter) or (Factor(size),)
+            known = dims.get(letter) or (Factor(size),)
+            if letter in "HK" and any(factor.split for factor in dim) and not any(factor.split for factor in known):
+                known = dim
+            dims[letter] = seeded or known
+    call = call_of(node)
+    dims |= {letter: tuple(replace(factor, split=False) for factor in dims[letter]) for letter in "DE"}
+    if any(factor.split for letter in "HK" for factor in dims[letter]):
+        dims |= _heads(dims, call)
     if not _same_mesh_axis(dims["S"], dims["T"], splits):
         dims["T"] = tuple(replace(factor, split=False) for factor in dims["T"])
 
@@ -103,7 +111,7 @@ def attention_solution(node: fx.Node, layouts: list[Layout], splits: Mapping[str
     keys_partial: frozenset[str] = frozenset()
     if not any(factor.split for factor in dims["T"]):
         keys_partial = _mesh_axes(dims["S"], splits)
-    call = call_of(node)
+    keys_partial |= _mesh_axes(dims["H"], splits) - _mesh_axes(dims["K"], splits)
     tables = [Layout((_rows(table, 0, dims["B"]), (Factor(shape_of(table)[1]),))) for table in call.tables]
     params = [_param_layout(each, dims) for each in call.form.params]
     seed = [] if call.form.seed is None else [Layout(())]
@@ -116,6 +124,25 @@ def attention_solution(node: fx.Node, layouts: list[Layout], splits: Mapping[str
             *d_params[: call.form.trained],
         ),
     )
+
+
+def _heads(dims: Mapping[str, Dim], call: Forward | Backward) -> dict[str, Dim]:
+    """Dims H and K: H is K times the query heads of each key/value head.
+
+    Where these are split, the heads of a rank are no interval, so nothing may depend on their numbers.
+    """
+    queries, keys = shape_of(call.q)[1], shape_of(call.k)[1]
+    parts = regroup(dims["H"], [keys, queries // keys])
+    if parts is None:
+        return {"H": (Factor(queries),), "K": (Factor(keys),)}
+    outer, inner = parts
+    if not any(factor.split for factor in outer):
+        outer = dims["K"]
+    if any(factor.split for factor in outer):  # one mesh axis splits one factor
+        inner = (Factor(queries // keys),)
+    if any(factor.split for factor in inner) and keys > 1 and call.form.arguments(call.mask, 0, 1):
+        inner = (Factor(queries // keys),)
+    return {"H": tuple(factor for factor in (*outer, *inner) if factor.size > 1 or factor.split), "K": outer}
 
 
 def _rows(tensor: fx.Node, dim: int, batch: Dim) -> Dim:

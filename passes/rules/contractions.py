@@ -42,7 +42,7 @@ def dot(_: fx.Node) -> Dims:
 
 
 def addmm(node: fx.Node) -> Dims:
-    """bias + a @ b. The contraction must be whole: a partial product would add the bias once a rank."""
+    """bias + a @ b. Where the contraction is split, the bias is added by one rank (`emit.py`)."""
     bias, a, b = operands_of(node)
     result = (shape_of(a)[0], shape_of(b)[1])
     names = {"d0": "m", "d1": "n"}
@@ -50,7 +50,7 @@ def addmm(node: fx.Node) -> Dims:
     return Dims(
         operands=(bias_labels, (("m",), ("k",)), (("k",), ("n",))),
         results=((("m",), ("n",)),),
-        whole=frozenset({"k"}),
+        summed=frozenset({"k"}),
         seeds=True,
     )
 

@@ -331,7 +331,7 @@ def _grouped(routes: Routes, node: fx.Node, operands: list[fx.Node], layouts: li
     offsets count the keys by which the rows are sorted. The ends of one device are the sums of the ranks' ends, so the
     rank's own are the offsets before their pending sum. Gradients of weights are sums over rows.
     """
-    found = _labels_of_grouped(node, [len(layout.dims) for layout in layouts])
+    found = labels_of_grouped(node, [len(layout.dims) for layout in layouts])
     if found is None:
         return None
     labels, results = found
@@ -360,7 +360,7 @@ def _grouped(routes: Routes, node: fx.Node, operands: list[fx.Node], layouts: li
     )
 
 
-def _labels_of_grouped(node: fx.Node, ranks: list[int]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+def labels_of_grouped(node: fx.Node, ranks: list[int]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """Labels of a grouped product's operands and results; None for a form that is not built."""
     if str(node.target) in _GROUPED:
         return _GROUPED[str(node.target)]

@@ -1,0 +1,106 @@
+"""Tensor parallelism: weights split along axes that the graph shows, with one device's numbers in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from evocompile.errors import PlanError
+from evocompile.plan import Plan, Shard
+from evocompile.program import Program
+from tests.equality import assert_equals_one_device
+
+WIDTH, VOCABULARY = 12, 19
+
+
+class Block(nn.Module):
+    """Grouped heads, a gated MLP with an odd number of hidden units, and biases where asked for."""
+
+    def __init__(self, heads: int, kv_heads: int, hidden: int, bias: bool) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.dim = heads, kv_heads, 4
+        self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q = nn.Linear(WIDTH, heads * self.dim, bias=bias)
+        self.k = nn.Linear(WIDTH, kv_heads * self.dim, bias=bias)
+        self.v = nn.Linear(WIDTH, kv_heads * self.dim, bias=bias)
+        self.out = nn.Linear(heads * self.dim, WIDTH, bias=bias)
+        self.gate, self.up = nn.Linear(WIDTH, hidden, bias=bias), nn.Linear(WIDTH, hidden, bias=bias)
+        self.down = nn.Linear(hidden, WIDTH, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        y = self.norm1(x)
+        q = self.q(y).view(b, s, self.heads, self.dim).transpose(1, 2)
+        k, v = (each(y).view(b, s, self.kv_heads, self.dim).transpose(1, 2) for each in (self.k, self.v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads > self.kv_heads)
+        x = x + self.out(attended.transpose(1, 2).reshape(b, s, -1))
+        y = self.norm2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Model(nn.Module):
+    def __init__(self, heads: int = 4, kv_heads: int = 2, hidden: int = 15, bias: bool = False, tied: bool = False):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.block = Block(heads, kv_heads, hidden, bias)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=bias)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.block(self.tokens(ids)))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def batch(length: int = 7) -> dict[str, Tensor]:
+    ids, labels = torch.randint(0, VOCABULARY, (2, 2, length))
+    labels[0, :2] = -100
+    return {"ids": ids, "labels": labels}
+
+
+def ranks_of(plan: Plan, length: int = 7, **sizes: int | bool) -> list[Program]:
+    """The ranks' programs of a model that equals one device."""
+    torch.manual_seed(0)
+    return assert_equals_one_device(Model(**sizes).double(), batch(length), plan)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("plan", "sizes"),
+    [
+        (Plan(tp=2), {}),
+        (Plan(tp=2, shard=Shard(1, 1, 1)), {"bias": True, "tied": True}),
+        (Plan(tp=3), {"heads": 5, "kv_heads": 5, "bias": True}),  # no degree divides
+        (Plan(tp=4), {"heads": 4, "kv_heads": 1}),  # keys and values at every rank
+        (Plan(tp=2, cp=2, shard=Shard(1, 2, 4)), {}),
+        (Plan(tp=2, dp=2, cp=2), {"bias": True}),
+        (Plan(tp=2, ulysses=2, attention="ring"), {"heads": 6, "kv_heads": 2}),
+        (Plan(tp=2, cp=2, recompute="full"), {}),
+    ],
+    ids=str,
+)
+def test_a_step_equals_one_device(plan: Plan, sizes: dict[str, int]) -> None:
+    ranks_of(plan, **sizes)
+
+
+def test_hidden_units_and_heads_are_split() -> None:
+    """What a rank computes: the products' shapes, in the forward."""
+    program = ranks_of(Plan(tp=2))[0]
+    assert program.forward is not None
+    products = [n for n in program.forward.graph.nodes if n.target == torch.ops.aten.mm.default]
+    inner = [tuple(each.args[1].meta["val"].shape) for each in products]
+    # q, k, v, out, gate, up, down: 2 of 4 heads, 1 of 2, 7 of 15 hidden units
+    assert inner[:7] == [(12, 8), (12, 4), (12, 4), (8, 12), (12, 7), (12, 7), (7, 12)]
+
+
+def test_a_weight_that_is_not_split_is_told() -> None:
+    program = ranks_of(Plan(tp=4), heads=6, kv_heads=3)[0]
+    notes = [note for note in program.notes if note.what == "replicated over tp: a weight"]
+    assert any("its axis has 3 positions, for 4 ranks" in note.why for note in notes)
+
+
+def test_the_world_counts_tensor_parallel_ranks() -> None:
+    assert Plan(tp=2, cp=3, dp=2).world == 12
+    with pytest.raises(PlanError, match="optimizer does not divide the 4 replicas"):
+        Plan(tp=2, cp=2, shard=Shard(1, 1, 8))
