@@ -9,6 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from evocompile import torch_private
+
 
 class LiveBytes(TorchDispatchMode):
     """Counts the storages that operators allocate under this mode, each once, until they are freed.
@@ -22,7 +24,11 @@ class LiveBytes(TorchDispatchMode):
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        if func.namespace == "evocompile":  # one of our own, in which further operators run
+            with self:
+                result = torch_private.implementation(func)(*args, **(kwargs or {}))
+        else:
+            result = func(*args, **(kwargs or {}))
         given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
         for each in _tensors(result):
             storage = each.untyped_storage()

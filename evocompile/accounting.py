@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from .optimizers import ADAM
 from .passes.micro_batches import is_copied
 from .program import Input, InputKind, Program
 from .shards import shard_shape
-
-ADAM = 2  # tensors of a parameter's shape in the optimizer's state
 
 MOVED = {
     "refresh": ("copies from the optimizer's shards", "{c}Φ(O-P)/(P·O), once a step"),

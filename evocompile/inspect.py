@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from .accounting import states_table
 from .capture import capture
 from .errors import PlanError
+from .memory import Memory, step_memory
 from .pipeline import run_passes
 from .plan import Plan
 from .precision import Precision
@@ -25,15 +27,23 @@ class Inspection:
     """What `inspect` returns: print it for a summary, look at `stages` for the graphs.
 
     stages: the graph after every pass, as text, by the pass' name.
+    memory: the bytes of a step before it runs: the peak by term, its largest tensors, and a curve over all nodes.
     """
 
     program: Program
     stages: dict[str, str]
 
+    @functools.cached_property
+    def memory(self) -> Memory:
+        """What a step holds on this rank, with the optimizer's state of Adam."""
+        count = self.program.micro.plan.microbatches if self.program.micro is not None else 1
+        return step_memory([self.program] * count)
+
     def __str__(self) -> str:
         parts = [
             summary(self.program),
             states_table(self.program),
+            str(self.memory),
             attention_table(self.program),
             collectives_table(self.program),
             notes_table(self.program),

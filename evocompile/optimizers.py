@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from .errors import StateError
@@ -19,6 +20,25 @@ REFUSED: dict[type[Optimizer], str] = {
     torch.optim.Rprop: _INDEXED,
     torch.optim.SparseAdam: "takes sparse gradients, and those of a parallel model are dense: use Adam",
 }
+
+
+_STATES: dict[type[Optimizer], int] = {torch.optim.SGD: 0, torch.optim.Adagrad: 1, torch.optim.RMSprop: 1}
+_MORE = ("momentum", "amsgrad", "centered")  # options with a further tensor of the parameter's shape
+ADAM = 2  # tensors of a parameter's shape in the state of Adam, and of most others
+
+
+def states_of(optimizer: Optimizer) -> float:
+    """Elements of an optimizer's state for each element of a parameter: of the state it has, else as its class makes.
+
+    The numbers of elements are global ones: a `DTensor`'s of the parameter's shape counts as the whole.
+    """
+    parameters = [each for group in optimizer.param_groups for each in group["params"] if each in optimizer.state]
+    elements = sum(each.numel() for each in parameters)
+    if elements:
+        states = [value for each in parameters for value in optimizer.state[each].values()]
+        return sum(value.numel() for value in states if isinstance(value, Tensor) and value.ndim) / elements
+    options = max(sum(bool(group.get(name)) for name in _MORE) for group in optimizer.param_groups)
+    return _STATES.get(type(optimizer), ADAM) + options
 
 
 def check_optimizer(optimizer: Optimizer, degree: int) -> None:

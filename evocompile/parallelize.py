@@ -38,6 +38,7 @@ def parallelize(
     backend: Backend = "inductor",
     check: bool = False,
     attention_backend: str | None = None,
+    memory: int | None = None,
 ) -> Any:
     """Make a model train on all ranks of the default process group; the numbers stay those of one device.
 
@@ -70,6 +71,8 @@ def parallelize(
     precision: "bf16" or "fp16": parameters and floating-point inputs take part in the computation in that type, and are
                gathered in it; the optimizer keeps the parameters as they are. A `Precision` also chooses the types in
                which gradients are summed over ranks and micro-batches (float32 at least when left out).
+    memory:    bytes that a step may take on a rank; a plan that takes more is refused before it runs. Left out: what
+               the device has on CUDA, no limit on CPU.
     example_inputs, cluster: only their defaults are built yet.
 
     Raises PlanError (no process group, a plan for another number of ranks, a model on the wrong device, what is not
@@ -77,7 +80,7 @@ def parallelize(
     0), on all ranks alike.
     """
     _refuse_unbuilt(example_inputs=example_inputs, cluster=cluster)
-    options = _options(backend, inputs, check, attention_backend, precision)
+    options = _options(backend, inputs, check, attention_backend, precision, memory)
     target = model_or_class_or_fn
     if target is None:
         return functools.partial(
@@ -90,6 +93,7 @@ def parallelize(
             backend=backend,
             check=check,
             attention_backend=attention_backend,
+            memory=memory,
         )
     if isinstance(target, nn.Module):
         if model is not None:
@@ -198,6 +202,7 @@ def _options(
     check: bool,
     attention_backend: str | None,
     precision: Precision | torch.dtype | str | None,
+    memory: int | None,
 ) -> Options:
     if backend not in ("inductor", "eager"):
         raise PlanError(f"backend={backend!r}: choose 'inductor' or 'eager'")
@@ -205,7 +210,10 @@ def _options(
         raise PlanError(f"inputs={inputs!r}: choose 'global' (every rank passes the whole batch) or 'local'")
     if attention_backend is not None:
         check_name(attention_backend)
-    return Options(backend, inputs, bool(check), attention_backend, Precision.of(precision) if precision else None)
+    if memory is not None and (type(memory) is not int or memory < 1):
+        raise PlanError(f"memory={memory!r}: pass a number of bytes, which each rank may use")
+    types = Precision.of(precision) if precision else None
+    return Options(backend, inputs, bool(check), attention_backend, types, memory)
 
 
 def _check_micro_batches(plan: Plan, options: Options) -> None:

@@ -30,8 +30,9 @@ from .kernels import dispatch
 from .lazy import LazyOutput
 from .local_inputs import LocalInputs, Parts, Signature
 from .meeting import check_sharded, meet_again, ties_of
+from .memory import Memory, check_fits, step_memory
 from .mesh import Mesh
-from .optimizers import check_optimizer
+from .optimizers import ADAM, check_optimizer, states_of
 from .pipeline import run_passes
 from .plan import Plan
 from .positions import assemblies_of
@@ -115,6 +116,7 @@ class Options:
     check: bool = False
     attention_backend: str | None = None
     precision: Precision | None = None
+    memory: int | None = None
 
 
 class ParallelCall(NotCopied):
@@ -156,6 +158,11 @@ class ParallelCall(NotCopied):
     def last_captured(self) -> Captured | None:
         """What the last call has run, or the last `prepare` compiled."""
         return self._variants[0].captured if self._variants else None
+
+    @property
+    def memory(self) -> Memory | None:
+        """What a step of the call that was last run, or compiled, holds on this rank."""
+        return self._variants[0].memory if self._variants else None
 
     def as_on_one_device(self) -> AbstractContextManager[None]:
         """While `original` is traced, and its guards are read."""
@@ -222,7 +229,7 @@ class ParallelCall(NotCopied):
             check_same_inputs(list(inputs.values()), list(inputs), range(self.plan.world))
         communicators = self.model.communicators
         with Progress(shown=self.rank == 0) as progress:
-            captured, programs = self._agreed_programs(args, kwargs, parts, progress)
+            captured, programs, memory = self._agreed_programs(args, kwargs, parts, progress)
             assemblies = assemblies_of(programs[0])
             communicators.create(set().union(*(each.all_groups for each in assemblies.values())))
 
@@ -247,6 +254,7 @@ class ParallelCall(NotCopied):
                 signature,
                 parts,
                 self.options.attention_backend,
+                memory,
                 others,
             )
 
@@ -254,8 +262,10 @@ class ParallelCall(NotCopied):
 
     def _agreed_programs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Parts | None, progress: Progress
-    ) -> tuple[Captured, list[Program]]:
+    ) -> tuple[Captured, list[Program], Memory]:
         """Capture and passes on this rank, for each micro-batch, and the proof that all ranks' programs run together.
+
+        And the memory of a step, which fits.
 
         A rank that fails here still comes to the meeting, so that the others hear of it instead of waiting.
         """
@@ -276,6 +286,7 @@ class ParallelCall(NotCopied):
             with dispatch.use(self.options.attention_backend):
                 for program in programs:
                     check_backends(program)
+            memory = self._memory(programs)
             events = step_events(programs)
         except Exception as error:
             failure, events = error, []
@@ -296,7 +307,19 @@ class ParallelCall(NotCopied):
         if failure is not None:
             raise failure
         self.model.communicators.create(groups)
-        return captured, programs
+        return captured, programs, memory
+
+    def _memory(self, programs: Sequence[Program]) -> Memory:
+        """What a step takes on this rank. Raises PlanError where that is more than it may."""
+        optimizers = self.model.watch.optimizers() if programs[0].backward is not None else []
+        states = max(map(states_of, optimizers), default=ADAM)
+        memory = step_memory(programs, states=states, fused=self.options.backend == "inductor")
+        limit = self.options.memory
+        if limit is None and self.model.device.type == "cuda":
+            limit = torch.cuda.get_device_properties(self.model.device).total_memory
+        if limit is not None:
+            check_fits(memory, limit, self.rank)
+        return memory
 
     def _warn_of_stale_optimizer(self) -> None:
         finding = self.model.watch.finding()

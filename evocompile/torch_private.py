@@ -542,3 +542,10 @@ def take_saved_tensors(ctx: Any) -> list[Tensor]:
     saved = list(ctx.saved_tensors)
     ctx.maybe_clear_saved_tensors()
     return saved
+
+
+def implementation(operator: Any) -> Callable[..., Any]:
+    """The Python function of a custom operator, which runs further operators."""
+    from torch._library.custom_ops import OPDEFS
+
+    return OPDEFS[operator._schema.name]._init_fn

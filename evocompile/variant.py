@@ -23,6 +23,7 @@ from .compile import CompiledGraph
 from .kernels import dispatch
 from .lazy import Assembly, LazyOutput, without_gradient
 from .local_inputs import Parts, Signature
+from .memory import Memory
 from .micro_step import run_micro_batches
 from .passes.micro_batches import is_copied
 from .positions import saved_parameters, updated_buffers
@@ -43,6 +44,7 @@ class Variant:
     others: the same for the step's further micro-batches, where the plan has several.
     states: what the model's programs share: copies of parameters, accumulated gradients.
     number: counts the model's programs; equal on all ranks.
+    memory: of a step on this rank.
     signature, parts: what all ranks passed, and how it makes a batch, where the batch arrives in parts.
     """
 
@@ -60,6 +62,7 @@ class Variant:
         signature: Signature,
         parts: Parts | None,
         attention_backend: str | None,
+        memory: Memory,
         others: Sequence[Variant] = (),
     ) -> None:
         self.number = number
@@ -71,6 +74,7 @@ class Variant:
         self.signature = signature
         self.parts = parts
         self.attention_backend = attention_backend
+        self.memory = memory
         self.users = program.outputs_of(OutputKind.USER)
         self._assemblies = assemblies
         self._communicators = communicators
