@@ -2,8 +2,8 @@
 
 The walk does what the driver (compile.py) and the runtime (variant.py) do: a value lives until its last use, views
 share its storage, what the forward saves lives until the backward's last use of it, and what a communication reads
-lives until its wait. Not counted: what a library allocates by itself (workspaces of matrix products, buffers of NCCL),
-what the caller keeps of the outputs, and what an optimizer needs while it steps.
+lives until its wait. Not counted: what a library allocates by itself (workspaces of matrix products, copies that gloo
+sums in, buffers of NCCL), what the caller keeps of the outputs, and what an optimizer needs while it steps.
 
 The segments of the eager backend run operator by operator, which is what is counted. Inductor fuses them, and holds
 less: `fused=True` counts nothing that is made and used up within one segment, which is a lower bound.
@@ -29,7 +29,7 @@ from .errors import PlanError
 from .optimizers import ADAM
 from .passes.micro_batches import is_copied
 from .program import InputKind, OutputKind, Program, nbytes, output_values, placeholders, source_line
-from .segments import Segment, cut
+from .segments import Segment, Step, cut
 from .shards import shard_shape
 
 PARAMETERS = "parameters"
@@ -316,34 +316,40 @@ class _Walk:
             for each in _storages(value):
                 if each not in before:
                     each.term = term
-        units = list(_units(graph, self._fused))
-        last_use = {node: i for i, (made, read) in enumerate(units) for node in (*made, *read)}
+        steps = cut(graph)
+        if self._fused:
+            _forget_inner(steps, values)
+        order = [node for step in steps for node in (step.nodes if isinstance(step, Segment) else (step,))]
+        last_use = {used: i for i, node in enumerate(order) for used in (node, *node.all_input_nodes)}
         kept = {each for each in returned if isinstance(each, fx.Node)}
-        inputs = placeholders(graph)
-        if owned:
-            self.drop([values[each] for each in inputs if each not in last_use and each not in kept])
+        inputs = placeholders(graph) if owned else []
+        own = {*order, *inputs}
+        self.drop([values[each] for each in inputs if each not in last_use and each not in kept])
         in_flight: dict[fx.Node, list[_Storage]] = {}
-        for i, (made, read) in enumerate(units):
-            for node in made:
-                self.hold([values[node]])
-                if is_start(node):
-                    in_flight[node] = _wire(node, values)
-                    self.hold(in_flight[node])
-                    for each in in_flight[node]:
-                        each.wires += 1
-            self.note(name, made[-1].name, made[-1])
-            if is_wait(made[-1]):
-                wire = in_flight.pop(made[-1].args[0], [])  # type: ignore[arg-type]
-                for each in wire:
-                    each.wires -= 1
-                self.drop(wire)
-            for node in dict.fromkeys((*read, *made)):
-                is_own = node.op == "call_function" or (owned and node.op == "placeholder")
-                if last_use[node] == i and node not in kept and is_own:
-                    self.drop([values[node]])
+        for i, node in enumerate(order):
+            self.hold([values[node]])
+            if is_start(node):
+                in_flight[node] = self._put_on_wire(node, values)
+            self.note(name, node.name, node)
+            if is_wait(node):
+                self._take_off_wire(in_flight.pop(node.args[0]))  # type: ignore[arg-type]
+            over = [each for each in dict.fromkeys((*node.all_input_nodes, node)) if last_use[each] == i]
+            self.drop([values[each] for each in over if each not in kept and each in own])
         self.hold(results)
-        self.drop([values[node] for node in kept if node.op == "call_function" or (owned and node.op == "placeholder")])
+        self.drop([values[node] for node in kept & own])
         return results
+
+    def _put_on_wire(self, start: fx.Node, values: dict[fx.Node, _Value]) -> list[_Storage]:
+        read = _wire(start, values)
+        self.hold(read)
+        for each in read:
+            each.wires += 1
+        return read
+
+    def _take_off_wire(self, read: list[_Storage]) -> None:
+        for each in read:
+            each.wires -= 1
+        self.drop(read)
 
     def memory(self) -> Memory:
         at = max(range(len(self._moments)), key=lambda i: self._moments[i][2])
@@ -369,15 +375,14 @@ class _Walk:
         )
 
 
-def _units(graph: fx.Graph, fused: bool) -> Iterator[tuple[Sequence[fx.Node], Sequence[fx.Node]]]:
-    """What the driver calls, in order: the values that come of each call, and those that it reads."""
-    for step in cut(graph):
-        if not isinstance(step, Segment):
-            yield [step], step.all_input_nodes
-        elif fused:
-            yield step.outputs, step.inputs
-        else:
-            yield from (([node], node.all_input_nodes) for node in step.nodes)
+def _forget_inner(steps: Sequence[Step], values: dict[fx.Node, _Value]) -> None:
+    """What is made and used up within a segment takes no memory."""
+    for segment in steps:
+        if isinstance(segment, Segment):
+            seen = set(_storages([values[node] for node in (*segment.inputs, *segment.outputs)]))
+            for each in _storages([values[node] for node in segment.nodes]):
+                if each not in seen:
+                    each.bytes = 0
 
 
 def _values(graph: fx.Graph, given: Sequence[_Value]) -> dict[fx.Node, _Value]:
@@ -417,11 +422,16 @@ def _is_view(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _wire(start: fx.Node, values: dict[fx.Node, _Value]) -> list[_Storage]:
-    """What a communication reads until its wait: its input, or the buffer into which an exchange packs several."""
+    """What a communication reads until its wait: its input, or the buffer into which an exchange packs several.
+
+    Not the input of an all_reduce, which works on its result, nor on CPU that of a reduce_scatter: gloo makes a copy.
+    """
     arguments = start_arguments(start, start.args, start.kwargs)
     if start.target is not exchange_start:
-        reads = STARTS[start.target][0] != "all_reduce"  # type: ignore[index]  # which works on a copy, its result
-        return list(_storages(values[arguments["input"]])) if reads else []
+        kind = STARTS[start.target][0]  # type: ignore[index]
+        device = arguments["input"].meta["val"].device.type
+        on_copy = kind == "all_reduce" or (kind == "reduce_scatter" and device == "cpu")
+        return [] if on_copy else list(_storages(values[arguments["input"]]))
     tensors = arguments["tensors"]
     if arguments["destination"] < 0 or not tensors:
         return []
