@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._decomp import get_decompositions
 from torch._dynamo.convert_frame import CaptureOutput, fullgraph_capture
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError, Unsupported, UserError, unimplemented
 from torch._dynamo.hooks import Hooks
@@ -48,6 +49,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
+from . import strided
 from .flash_calls import refuse, replacements
 
 CHECKED_ON = ("2.13.0",)  # versions of torch
@@ -434,10 +436,12 @@ def has_custom_backward(node: fx.Node) -> bool:
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's table, without what our passes want whole."""
+    """Inductor's table, without what our passes want whole, and with what only its lowerings would take apart."""
+    aten = torch.ops.aten
     table = dict(select_decomp_table())
-    table.pop(torch.ops.aten.embedding_dense_backward.default, None)
-    return table
+    table.pop(aten.embedding_dense_backward.default, None)
+    lowered = (aten.glu.default, aten.repeat.default, aten.unbind.int)
+    return {**table, **get_decompositions(lowered), **strided.DECOMPOSITIONS}
 
 
 # --- communication ------------------------------------------------------------------------------------------------

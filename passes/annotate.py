@@ -37,7 +37,7 @@ from evocompile.program import (
     source_line,
 )
 
-from .choose_schedule import sequence_split
+from .choose_schedule import sequence_length, sequence_split
 from .rules import dims_of
 from .rules.attention import ATTENTION, ATTENTION_BACKWARD, attention_solution
 from .rules.base import label_sizes, operands_of, result_shapes
@@ -49,13 +49,14 @@ from .tensor_axes import tensor_layouts
 
 
 def splits_of(program: Program) -> dict[str, Split]:
-    """What the plan splits: the batch over dp, the sequence over cp and ulysses; sizes from the user inputs."""
+    """What the plan splits: the batch over dp, the sequence over cp and ulysses; their sizes."""
     splits = {}
     for each in program.inputs_of(InputKind.USER):
         if each.shape and "batch" not in splits and program.plan.dp > 1:
             splits["batch"] = Split("dp", program.plan.dp, "contiguous", each.shape[0])
-        if len(each.shape) > 1 and "seq" not in splits and program.plan.cp * program.plan.ulysses > 1:
-            splits["seq"] = sequence_split(program, each.shape[1])
+    size = sequence_length(program) if program.plan.cp * program.plan.ulysses > 1 else None
+    if size is not None:
+        splits["seq"] = sequence_split(program, size)
     if program.batch_parts:
         parts = program.batch_parts
         splits["batch"] = Split("dp", len(parts), "contiguous", sum(parts), parts)

@@ -16,7 +16,7 @@ from torch import fx
 from evocompile.layout import Axis, Sharding, Split
 from evocompile.mesh import group_name
 from evocompile.plan import Plan
-from evocompile.program import Note, Program, source_line
+from evocompile.program import InputKind, Note, Program, source_line
 
 from . import schedules
 from .attention_report import Sizes, bytes_received, flops, report
@@ -103,6 +103,22 @@ def _microseconds(time: float) -> str:
 
 
 # --- the order of the sequence
+
+
+def sequence_length(program: Program) -> int | None:
+    """The number of positions that the plan splits: dim 1 of the first input for which it is a length of queries.
+
+    The images of a vision model have channels there, and no input has the length that its attentions have: it is then
+    that of the attention with the most work. Without attention, dim 1 of the first input that has one.
+    """
+    work: dict[int, int] = {}
+    for q, k, _, _ in _attentions(program):
+        work[q[2]] = work.get(q[2], 0) + q[0] * q[1] * q[2] * k[2]
+    given = [each.shape[1] for each in program.inputs_of(InputKind.USER) if len(each.shape) > 1]
+    attended = [size for size in given if size in work]
+    if attended or not work:
+        return next(iter(attended or given), None)
+    return max(work, key=lambda size: work[size])
 
 
 def sequence_split(program: Program, size: int) -> Split:
@@ -232,5 +248,6 @@ def _places(builder: Builder, axis: Axis, coordinate: dict[str, int]) -> schedul
 
 def _axis(builder: Builder, tensor: fx.Node) -> Axis | None:
     """The logical axis over which dim 2 (positions) of a localised (B, H, S, D) tensor is split."""
-    (factor,) = builder.layouts[tensor].dims[2]
-    return factor.axis if factor.split else None
+    split = [factor for factor in builder.layouts[tensor].dims[2] if factor.split]
+    assert len(split) <= 1, "attention's solution splits a dim of positions as one axis"
+    return split[0].axis if split else None

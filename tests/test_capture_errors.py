@@ -75,6 +75,11 @@ class Shape(Faulty):
         return self.linear(x.t())  # shape
 
 
+class Memory(Faulty):
+    def forward(self, x):
+        return self.linear(x)[1:].as_strided((2,), (1,))  # memory
+
+
 class WriteParameter(Faulty):
     def forward(self, x):
         with torch.no_grad():
@@ -106,6 +111,7 @@ class WriteAverage(Faulty):
         (Print(), "print", "print"),
         (Raise(), "raise", "ValueError('no 2 rows')"),
         (Shape(), "shape", "must have same reduction dim"),
+        (Memory(), "memory", "call it on the whole tensor"),
         (WriteParameter(), "write-parameter", "parameter 'linear.weight' is written to in place"),
         (WriteLeaf(), "write-leaf", "leaf Variable"),
         (WriteAverage(), "write-average", "Detach the value"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from . import contractions, indexing, pointwise, reductions, views
+from . import contractions, convolutions, indexing, pointwise, reductions, views
 from .base import Dims, Rule
 from .custom import CUSTOM
 
@@ -12,6 +12,7 @@ RULES: dict[object, Rule] = {
     **pointwise.RULES,
     **reductions.RULES,
     **contractions.RULES,
+    **convolutions.RULES,
     **views.RULES,
     **indexing.RULES,
 }

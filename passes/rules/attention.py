@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from evocompile.kernels.mask import H, parse_mask
-from evocompile.layout import Dim, Factor, Layout, Split
+from evocompile.layout import Axis, Dim, Factor, Layout, Split
 
 from .base import operands_of, shape_of
 from .solve import Solution, mesh_axes, regroup
@@ -94,6 +94,8 @@ def attention_solution(node: fx.Node, layouts: list[Layout], splits: Mapping[str
     for letters, operand, layout in zip(leading, operands, layouts, strict=False):
         for letter, size, dim in zip(letters, shape_of(operand), layout.dims, strict=True):
             seeded = _seeded(dim, splits) if letter in "BST" else None
+            if seeded is None and letter in "ST" and not any(factor.axis for factor in dim):
+                seeded = _positions(size, splits)
             known = dims.get(letter) or (Factor(size),)
             if letter in "HK" and any(factor.split for factor in dim) and not any(factor.split for factor in known):
                 known = dim
@@ -168,6 +170,13 @@ def _seeded(dim: Dim, splits: Mapping[str, Split]) -> Dim | None:
     if len(dim) == 1 and dim[0].axis is not None and dim[0].axis.name in splits:
         return (replace(dim[0], split=True),)
     return None
+
+
+def _positions(size: int, splits: Mapping[str, Split]) -> Dim | None:
+    """Positions that no input has, such as the patches of an image, are split from their first attention on."""
+    if "seq" not in splits or splits["seq"].size != size:
+        return None
+    return (Factor(size, Axis("seq", size), split=True),)
 
 
 def _same_mesh_axis(queries: Dim, keys: Dim, splits: Mapping[str, Split]) -> bool:

@@ -183,6 +183,17 @@ def flip(node: fx.Node) -> Dims:
     return Dims((numbered("d", rank),), (numbered("d", rank),), whole=dims, linear=_FIRST)
 
 
+def complex_pairs(node: fx.Node) -> Dims:
+    """view_as_complex and view_as_real: the last dim of the real tensor holds pairs."""
+    (result,), source = result_shapes(node), shape_of(operands_of(node)[0])
+    assert result is not None
+    shared = numbered("d", min(len(source), len(result)))
+    pairs = (*shared, ("pair",))
+    to_complex = len(source) > len(result)
+    operand, out = (pairs, shared) if to_complex else (shared, pairs)
+    return Dims((operand,), (out,), whole=frozenset({"pair"}), linear=_FIRST)
+
+
 def getitem(_: fx.Node) -> None:
     """Results of multi-result operators are handled by the passes themselves."""
 
@@ -206,5 +217,6 @@ RULES: dict[object, Rule] = {
     aten.select_scatter.default: select_scatter,
     aten.constant_pad_nd.default: constant_pad,
     aten.flip.default: flip,
+    **dict.fromkeys((aten.view_as_complex.default, aten.view_as_real.default), complex_pairs),
     operator.getitem: getitem,
 }

@@ -27,6 +27,14 @@ def square() -> Tensor:
     return torch.linspace(-1, 1, WIDTH * WIDTH, dtype=torch.float64).view(WIDTH, WIDTH)
 
 
+def turns() -> Tensor:
+    return torch.arange(2 * LENGTH, dtype=torch.float64).view(LENGTH, 2)
+
+
+def kernel() -> Tensor:
+    return torch.linspace(-1, 2, 6, dtype=torch.float64).view(2, 1, 3)
+
+
 Function = Callable[[Tensor, Tensor], Tensor]
 
 FUNCTIONS: dict[str, Function] = {
@@ -86,6 +94,19 @@ FUNCTIONS: dict[str, Function] = {
     "features of pairs": lambda x, ids: ((x[:, :, None] + x[:, None]) @ square()).tanh().sum(2),
     "a product over the heads of scores": lambda x, ids: (x @ x.mT)[..., None].expand(-1, -1, -1, WIDTH) @ square(),
     "repeat": lambda x, ids: x.repeat(1, 1, 2),
+    "gate by the other half": lambda x, ids: F.glu(x, -1),
+    "unbind the width": lambda x, ids: x.unbind(-1)[1].sin() * x.unbind(-1)[3],
+    "unbind the heads": lambda x, ids: x.unflatten(2, (2, 2)).unbind(2)[0].sin(),
+    "windows of the width": lambda x, ids: x.unfold(-1, 2, 1).sin(),
+    "the diagonal of each product": lambda x, ids: (x[..., None] * x[..., None, :]).diagonal(0, -2, -1).sin(),
+    "memory of a turned tensor": lambda x, ids: x.mT.as_strided((BATCH, LENGTH, 2, 3), (52, 4, 1, 1)).sin(),
+    "a diagonal that is written to": lambda x, ids: (x @ x.mT).diagonal_scatter(x[..., 0].sin(), 0, -2, -1).tanh(),
+    "overlapping chunks of the sequence": lambda x, ids: x.unfold(1, 3, 2).sin(),
+    "rotate complex pairs": lambda x, ids: (
+        torch.view_as_real(torch.view_as_complex(x.unflatten(2, (2, 2))) * torch.exp(1j * turns())).flatten(2).sin()
+    ),
+    "convolution in the width": lambda x, ids: F.conv1d(x.flatten(0, 1)[:, None], kernel(), padding=1).sin(),
+    "convolution over the sequence": lambda x, ids: F.conv1d(x.mT, square()[..., None].repeat(1, 1, 3)).sin(),
     "logsumexp over the sequence": lambda x, ids: x.logsumexp(1),
 }
 
