@@ -20,6 +20,7 @@ from torch import fx
 from torch.fx.node import has_side_effect, map_arg
 
 from . import torch_private
+from .chunks import RowLoop
 from .errors import DeadlockError, PlanError
 from .mesh import group_ranks
 from .program import Collective, Program, clone_graph, nbytes
@@ -147,7 +148,7 @@ def is_boundary(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and is_boundary(node.args[0])
     ours = getattr(node.target, "namespace", None) == "evocompile"
-    return ours or is_start(node) or is_wait(node) or node.target is unpack
+    return ours or is_start(node) or is_wait(node) or node.target is unpack or isinstance(node.target, RowLoop)
 
 
 # --- describing ----------------------------------------------------------------------------------------------------

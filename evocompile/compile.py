@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx
 
 from . import collectives, torch_private
+from .chunks import RowLoop
 from .errors import InputError
 from .program import output_values, placeholders
 from .segments import Segment, Step, as_graph, cut, structure
@@ -84,8 +85,28 @@ def compile_graph(
         scope.values[node.name] = operator.attrgetter(node.target)(graph_module)
     inputs, outputs = placeholders(graph_module.graph), output_values(graph_module.graph)
     run = scope.new_name("run")
-    texts.append(_function_text(run, inputs, steps, outputs, scope, calls, resolve or _own_target))
+    known: dict[Hashable, CompiledGraph] = {}
+
+    def compile_body(body: fx.GraphModule) -> CompiledGraph:
+        key = _body_structure(body.graph)
+        if key not in known:
+            known[key] = compile_graph(body, backend=backend, progress=progress)
+        return known[key]
+
+    def called(node: fx.Node) -> Callable[..., Any]:
+        if isinstance(node.target, RowLoop):
+            return node.target.compiled(compile_body)
+        return (resolve or _own_target)(node)
+
+    texts.append(_function_text(run, inputs, steps, outputs, scope, calls, called))
     return scope.build("\n\n".join(texts) + "\n", run)
+
+
+def _body_structure(graph: fx.Graph) -> Hashable:
+    """Equal for the bodies of loops that one compiled function can serve, such as those of a model's layers."""
+    nodes = tuple(node for node in graph.nodes if node.op == "call_function")
+    returned = tuple(node for node in output_values(graph) if isinstance(node, fx.Node))
+    return structure(Segment(nodes, tuple(placeholders(graph)), returned))
 
 
 # --- generated code --------------------------------------------------------------------------------------------------

@@ -4,6 +4,9 @@ A training step returns its loss and, beside it, logits that are often far large
 forward returns beside a differentiable scalar is a `LazyOutput`: shape, dtype and device are known, and nothing is
 communicated until a value is used. Then the whole tensor is gathered, in the model's order, once.
 
+Of a loss that is computed in chunks (passes/chunk_rows.py) the logits do not exist at all: the output holds what they
+are computed from, and they are computed when they are used.
+
 Gathering is a collective: if one rank uses a lazy output, every rank that computes with the same batch rows has to.
 Printing does not gather, so that `if rank == 0: print(outputs)` is safe.
 """
@@ -12,18 +15,20 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from . import torch_private
 from .errors import EvocompileError
 from .layout import Layout, Sharding, whole_from_parts
 from .mesh import Mesh, group_name
+from .program import Recipe, placeholders
 
 PATIENCE = 10.0  # seconds of waiting for the other ranks until a warning says so
 log = logging.getLogger("evocompile")
@@ -130,13 +135,19 @@ class LazyOutput(Tensor):
         return self
 
     @staticmethod
-    def of(part: Tensor, assembly: Assembly, group: dist.ProcessGroup | None, name: str, grad: bool) -> LazyOutput:
-        """The lazy output `name` of a forward, from this rank's part.
+    def of(
+        part: Tensor,
+        gather: Callable[[Tensor], Tensor],
+        name: str,
+        shape: Iterable[int],
+        dtype: torch.dtype,
+        grad: bool,
+    ) -> LazyOutput:
+        """The lazy output `name` of a forward, of which `gather` makes the whole value from what this rank holds.
 
         grad: on one device it would require a gradient.
         """
-        value = _Value(part, lambda own: assembly.gather(own, group))
-        return LazyOutput(value, name, assembly.layout.shape, part.dtype, part.device, grad)
+        return LazyOutput(_Value(part, gather), name, shape, dtype, part.device, grad)
 
     @property
     def is_gathered(self) -> bool:
@@ -207,6 +218,25 @@ _OF_METADATA = {
     *(getattr(torch, name) for name in _FUNCTIONS.split()),
 }
 _DETACHING = {Tensor.detach, torch.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
+
+
+def computed(recipe: Recipe, rows: Tensor, parameters: Sequence[Tensor], versions: Sequence[int], name: str) -> Tensor:
+    """An output from the whole value that it is computed from, with the parameters of its forward (collective).
+
+    versions: of the parameters in that forward. Raises EvocompileError if they have been written to since.
+    """
+    if [each._version for each in parameters] != list(versions):
+        raise EvocompileError(
+            f"{name} of the parallel forward is used after the parameters have changed. It is computed when it is used "
+            "first, since the plan does not let it exist whole in the forward. Use it before the optimizer's step, or "
+            "keep it with Plan(loss_chunk=0)"
+        )
+    with torch.autocast(rows.device.type, enabled=False):
+        wholes = [each.full_tensor() if isinstance(each, DTensor) else each for each in parameters]
+        places = placeholders(recipe.graph.graph)[1:]
+        values = [each.to(node.meta["val"].dtype) for each, node in zip(wholes, places, strict=True)]
+        (result,) = recipe.graph(rows, *values)
+    return result
 
 
 class _WithoutGradient(torch.autograd.Function):

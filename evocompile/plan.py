@@ -64,6 +64,9 @@ class Plan:
     recompute:  what backward computes again of each layer: "none"; "attention": everything but the attention, whose
                 forward and exchanges run once; "full": everything, as ordinary checkpoints of layers do.
     recompute_layers: the fraction of the layers that do, the first ones.
+    loss_chunk: bytes of logits that exist at once on a rank: a loss is computed for some rows after others, and
+                backward computes logits again. 0: all at once; `None`: 64 MiB, where a rank's are over 256 MiB.
+    mlp_chunk:  the same of the values inside of MLPs; 0: all at once.
     tp:         ranks that split the weights themselves, along the hidden units of MLPs and the heads of attentions, and
                 compute parts of the same tokens. They are neighbours.
     pp, overlap: only their defaults are built yet.
@@ -82,12 +85,19 @@ class Plan:
     recompute_layers: float = 1.0
     overlap: str = "none"
     microbatches: int = 1
+    loss_chunk: int | None = None
+    mlp_chunk: int = 0
 
     def __post_init__(self) -> None:
         for name in ("dp", "cp", "ulysses", "tp", "pp", "microbatches", "inner_ring"):
             degree = getattr(self, name)
             if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
                 raise PlanError(f"Plan.{name} must be a positive integer, got {degree!r}")
+        for name in ("loss_chunk", "mlp_chunk"):
+            size = getattr(self, name)
+            given = isinstance(size, int) and not isinstance(size, bool) and size >= 0
+            if not given and (name, size) != ("loss_chunk", None):
+                raise PlanError(f"Plan.{name} must be a number of bytes, got {size!r}")
         if self.pp != 1:
             raise PlanError(f"Plan.pp={self.pp} is not built yet; use pp=1 with dp, cp, ulysses and tp")
         for name, allowed in (

@@ -63,12 +63,27 @@ class Input:
         return self.held or self.dtype
 
 
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """How an output that is not computed before somebody reads it comes from the whole value that is returned for it.
+
+    graph:      from that value and whole parameters to a list of one, at global shapes.
+    parameters: their names, in order. shape, dtype: of the output.
+    """
+
+    graph: fx.GraphModule
+    parameters: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True)
 class Output:
     """A value that the graph returns. `name`: a user output's index as text, or the buffer's or parameter's name.
 
     layout:         set by `localize` on user outputs: how the returned local value is laid out (`None`: whole).
     differentiable: a tangent arrives for it in the backward graph.
+    recipe:         returned is only what the output is computed from, on demand; shape and dtype are of that.
     """
 
     kind: OutputKind
@@ -77,6 +92,7 @@ class Output:
     dtype: torch.dtype
     differentiable: bool = False
     layout: Layout | None = None
+    recipe: Recipe | None = None
 
 
 @dataclass(frozen=True)
@@ -164,6 +180,24 @@ class Annotations:
     outputs: list[Layout | None]
 
 
+@dataclass(frozen=True, eq=False)
+class Region:
+    """A part of a joint graph that widens rows and narrows them again (passes/row_regions.py).
+
+    seed:    the matrix product that widens. members: values as wide, forward and backward.
+    exits:   what narrows them. between: what leads from exits back to members.
+    dim:     the dim of the seed's rows in the value that they come from.
+    chunk:   bytes of a wide value that shall exist at once.
+    """
+
+    seed: fx.Node
+    members: frozenset[fx.Node]
+    exits: frozenset[fx.Node]
+    between: frozenset[fx.Node]
+    dim: int = 0
+    chunk: int = 0
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """The program after one pass, as text, taken for `inspect`."""
@@ -213,6 +247,7 @@ class Program:
     precision: the types of computation, reduction and accumulation.
     facts:    names of what the passes so far provide (the contract that the driver checks).
     micro:    which micro-batch of a step it is, where the plan splits the batch into several.
+    regions:  parts of the joint graph that are to be run by chunks of rows, until `chunk_rows` has done so.
     batch_parts: where the batch arrives in parts, one for each replica, the rows of each; else ().
     constants: the values of the buffers that attention masks read; the program holds for these alone.
     """
@@ -237,6 +272,7 @@ class Program:
     attentions: list[Attention] = field(default_factory=list)
     facts: set[str] = field(default_factory=set)
     snapshots: list[Snapshot] = field(default_factory=list)
+    regions: tuple[Region, ...] = ()
     batch_parts: tuple[int, ...] = ()
     micro: MicroBatch | None = None
     constants: dict[str, Tensor] = field(default_factory=dict)

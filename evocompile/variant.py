@@ -21,7 +21,7 @@ from .capture import Captured
 from .collectives import Communicators, pending_works
 from .compile import CompiledGraph
 from .kernels import dispatch
-from .lazy import Assembly, LazyOutput, without_gradient
+from .lazy import Assembly, LazyOutput, computed, without_gradient
 from .local_inputs import Parts, Signature
 from .memory import Memory
 from .micro_step import run_micro_batches
@@ -84,6 +84,7 @@ class Variant:
         ]
         inputs = captured.program.inputs_of(InputKind.PARAMETER, InputKind.BUFFER, InputKind.USER)
         self._parameters = {index for index, each in enumerate(inputs) if each.kind is InputKind.PARAMETER}
+        self._places = {each.name: index for index, each in enumerate(inputs)}
         self.trained = [index for index in sorted(self._parameters) if inputs[index].requires_grad]
         self._copied = [index for index, each in enumerate(inputs) if is_copied(program, each)]
         self._saved_parameters = saved_parameters(program)
@@ -107,21 +108,33 @@ class Variant:
         if self.program.backward is None:
             with torch.no_grad():
                 call.run()
-            return [self._returned(index, value) for index, value in enumerate(call.outputs)]
+            return [self._returned(index, value, flat) for index, value in enumerate(call.outputs)]
         differentiable = iter(_Step.apply(call, *(flat[index] for index in self.trained)))  # type: ignore[no-untyped-call]
         return [
-            next(differentiable) if output.differentiable else self._returned(index, value)
+            next(differentiable) if output.differentiable else self._returned(index, value, flat)
             for index, (output, value) in enumerate(zip(self.users, call.outputs, strict=True))
         ]
 
-    def _returned(self, index: int, value: Any) -> Any:
+    def _returned(self, index: int, value: Any, flat: Sequence[Tensor]) -> Any:
         """An output that takes no gradient, as the caller gets it."""
         refuses = self.program.backward is not None and self._requires_grad[index]
-        assembly = self._assemblies.get(index)
+        assembly, output = self._assemblies.get(index), self.users[index]
+        name = f"output {index}"
+        gather = None
         if assembly is not None:
-            group = self._communicators.group(assembly.group)
-            return LazyOutput.of(value, assembly, group, f"output {index}", refuses)
-        return without_gradient(value, f"output {index}") if refuses else value
+            gather = functools.partial(assembly.gather, group=self._communicators.group(assembly.group))
+        if output.recipe is not None:
+            recipe = output.recipe
+            parameters = [flat[self._places[each]] for each in recipe.parameters]
+            versions = [each._version for each in parameters]
+
+            def compute(part: Tensor) -> Tensor:
+                return computed(recipe, part if gather is None else gather(part), parameters, versions, name)
+
+            return LazyOutput.of(value, compute, name, recipe.shape, recipe.dtype, refuses)
+        if gather is not None:
+            return LazyOutput.of(value, gather, name, output.shape, output.dtype, refuses)
+        return without_gradient(value, name) if refuses else value
 
     def outputs_without_a_loss(self) -> str | None:
         """What to say of a differentiated call that returns no scalar: its outputs come back whole."""

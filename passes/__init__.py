@@ -7,6 +7,7 @@ from evocompile.program import Pass
 
 from .annotate import annotate
 from .canonicalize import canonicalize
+from .chunk_rows import chunk_rows, find_chunks
 from .in_time import in_time
 from .localize import localize
 from .micro_batches import micro_batches
@@ -22,9 +23,11 @@ PASSES = (
     Pass(
         "recompute", recompute, frozenset({"canonical attention", "seeded draws"}), frozenset({"copies for backward"})
     ),
-    Pass("annotate", annotate, frozenset({"copies for backward"}), frozenset({"annotations"})),
+    Pass("find_chunks", find_chunks, frozenset({"copies for backward"}), frozenset({"regions by rows"})),
+    Pass("annotate", annotate, frozenset({"regions by rows"}), frozenset({"annotations"})),
     Pass("localize", localize, frozenset({"annotations"}), frozenset({"local shapes"})),
-    Pass("split_attention", split_attention, frozenset({"local shapes"}), frozenset({"attention steps"})),
+    Pass("chunk_rows", chunk_rows, frozenset({"local shapes"}), frozenset({"loops over rows"})),
+    Pass("split_attention", split_attention, frozenset({"loops over rows"}), frozenset({"attention steps"})),
     Pass("in_time", in_time, frozenset({"attention steps"}), frozenset({"real ranks"})),
     Pass("shard_states", shard_states, frozenset({"local shapes", "real ranks"}), frozenset({"sharded states"})),
     Pass(

@@ -209,7 +209,7 @@ def _demand(
             continue
         if node.op == "call_function" and node.meta["val"] is None:
             wanted[node][()] = None  # an assertion: it has no result, but must run
-        made = _make_versions(node, wanted[node], natural[node], solutions.get(node), node in in_parts, routes)
+        made = make_versions(node, wanted[node], natural[node], solutions.get(node), node in in_parts, routes)
         versions[node] = made
         for how in made.values():
             if isinstance(how, Compute):
@@ -217,7 +217,7 @@ def _demand(
     return versions
 
 
-def _make_versions(
+def make_versions(
     node: fx.Node,
     wanted: dict[Version, None],
     natural: Version,

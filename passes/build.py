@@ -50,6 +50,14 @@ class Builder:
                 new.meta["val"] = node.meta["val"].new_empty(self.sharding.local_shape(layout))
         return new
 
+    def given(self, node: fx.Node, layout: Layout) -> fx.Node:
+        """A placeholder for this part of a value that another graph computes."""
+        new = self.graph.placeholder(node.name)
+        value = node.meta["val"]
+        with self.fake_mode:
+            new.meta["val"] = value if not layout.is_split else value.new_empty(self.sharding.local_shape(layout))
+        return new
+
     def call(
         self,
         target: Callable[..., Any],

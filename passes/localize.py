@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from evocompile.program import Annotations, Compute, Program, Version, output_values
+from evocompile.program import Annotations, Compute, Program, Region, Version, output_values
 
 from .annotate import output_table
 from .build import Builder
@@ -52,7 +52,20 @@ def localize(program: Program) -> Program:
         layouts=builder.layouts,
         collectives=builder.collectives,
         outputs=output_table(program, annotations.outputs),
+        regions=tuple(_local(each, made) for each in program.regions),
     )
+
+
+def _local(region: Region, made: dict[tuple[fx.Node, Version], fx.Node]) -> Region:
+    """The region in the new graph, with all versions of its nodes."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for (node, _), new in made.items():
+        found.setdefault(node, []).append(new)
+    members, exits, between = (
+        frozenset(new for node in nodes for new in found.get(node, ()))
+        for nodes in (region.members, region.exits, region.between)
+    )
+    return replace(region, seed=found[region.seed][0], members=members, exits=exits, between=between)
 
 
 def _compute(
@@ -71,9 +84,9 @@ def _compute(
     operands = [
         made[operand, (canonical(layout),)] for operand, layout in zip(operands_of(node), how.operands, strict=True)
     ]
-    return emit(builder, node, _with_names(version, annotations.natural[node]), how.operands, operands)
+    return emit(builder, node, with_names(version, annotations.natural[node]), how.operands, operands)
 
 
-def _with_names(version: Version, natural: Version) -> Version:
+def with_names(version: Version, natural: Version) -> Version:
     """The version, with the names that the natural layout gives to its axes where they are the same data."""
     return tuple(n if canonical(n) == v else v for v, n in zip(version, natural, strict=True))
