@@ -7,6 +7,8 @@ of what the body returns the parts are put together, and sums over rows are adde
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +34,11 @@ class Returned:
     @property
     def is_sum(self) -> bool:
         return bool(self.layout.partial)
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether its sum has another type."""
+        return self.is_sum and self.sum_dtype != self.dtype
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -63,6 +70,11 @@ class RowLoop:
 
     def __repr__(self) -> str:
         return f"<{len(self.numbers)} chunks of {self.what}>"
+
+    def copies(self, index: int) -> bool:
+        """Whether a chunk of an input is a copy of its own: where there are rows of several batches."""
+        before = itertools.takewhile(lambda f: not f.split, (f for dim in self.given[index].dims for f in dim))
+        return self.given[index].is_split and math.prod(factor.size for factor in before) > 1
 
     def compiled(self, compile_body: Callable[[fx.GraphModule], Body]) -> Callable[..., list[Tensor]]:
         """The loop with compiled bodies."""

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from .chunks import RowLoop
 from .collectives import STARTS, exchange_start, is_start, is_wait, start_arguments, unpack
 from .errors import PlanError
 from .optimizers import ADAM
@@ -283,6 +284,10 @@ class _Walk:
         """A moment: what is alive now, and what an operator needs while it runs."""
         self._moments.append((graph, name, self._now + workspace, node, len(self._events)))
 
+    @property
+    def most(self) -> int:
+        return max(moment[2] for moment in self._moments)
+
     def added(self, first: list[_Value], second: list[_Value]) -> list[_Value]:
         """The sums of two lists of gradients, one after the other."""
         if not first:
@@ -330,7 +335,7 @@ class _Walk:
             self.hold([values[node]])
             if is_start(node):
                 in_flight[node] = self._put_on_wire(node, values)
-            self.note(name, node.name, node)
+            self.note(name, node.name, node, _of_loop(node.target) if isinstance(node.target, RowLoop) else 0)
             if is_wait(node):
                 self._take_off_wire(in_flight.pop(node.args[0]))  # type: ignore[arg-type]
             over = [each for each in dict.fromkeys((*node.all_input_nodes, node)) if last_use[each] == i]
@@ -373,6 +378,21 @@ class _Walk:
             [Held(term, size, what) for (term, what), size in lines.most_common(_LARGEST)],
             [Moment(*each[:3]) for each in self._moments],
         )
+
+
+def _of_loop(loop: RowLoop) -> int:
+    """What a loop needs beside its results: one chunk, and sums that are not in the type of their result."""
+    most = 0
+    for body in loop.bodies:
+        walk = _Walk(False)
+        given = [
+            _Storage(nbytes(node.meta["val"]) if loop.copies(i) else 0, TEMPORARIES, node.name)
+            for i, node in enumerate(placeholders(body.graph))
+        ]
+        walk.hold(given)
+        walk.run("body", body.graph, given, [TEMPORARIES] * len(loop.returned), owned=True)
+        most = max(most, walk.most)
+    return most + sum(math.prod(each.layout.shape) * each.sum_dtype.itemsize for each in loop.returned if each.is_cast)
 
 
 def _forget_inner(steps: Sequence[Step], values: dict[fx.Node, _Value]) -> None:
