@@ -263,7 +263,7 @@ def _closure(
     nodes, given, stack = set(returned), set(), list(returned)
     while stack:
         for each in stack.pop().all_input_nodes:
-            free = each.target in LOOKS or each.target in CONSTANTS
+            free = each.target in CONSTANTS or (each.target in LOOKS and seen_through(each) not in own)
             if each in region.members or own.get(each) == depth or (free and each not in own):
                 if each not in nodes:
                     nodes.add(each)
