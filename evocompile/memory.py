@@ -215,8 +215,9 @@ def _way_out(term: str) -> str:
         return "Shard the states over more ranks, Plan(shard=Shard(params, grads, optimizer)), or plan more ranks"
     if term == COMMUNICATION:
         return "Plan more ranks, which makes what each of them sends smaller"
-    again = "compute more again in backward, Plan(recompute='attention') or 'full', " if term == SAVED else ""
-    return f"{again}split the sequence over more ranks (cp, ulysses), or the batch (dp, microbatches)".capitalize()
+    if term == SAVED:
+        return "Compute more again in backward, Plan(recompute='attention') or 'full', or split the sequence further"
+    return "Split the sequence over more ranks (cp, ulysses), or the batch (dp, microbatches)"
 
 
 # --- walking -------------------------------------------------------------------------------------------------------

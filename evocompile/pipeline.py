@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from .errors import VerificationError
 from .garbage import uncollected
@@ -21,19 +21,25 @@ def run_passes(
     rank: int,
     *,
     number: int = 0,
+    again: Sequence[str] | None = None,
     snapshots: bool = False,
     progress: Progress | None = None,
 ) -> Program:
     """This rank's forward and backward graphs from a captured program. `captured` itself is left as it is.
 
     number:    of the micro-batch, where the plan splits the batch into several.
+    again:     what each layer computes again under a plan that gives a number of bytes; found when left out.
     snapshots: keep every stage as text (`program.snapshots`), for `inspect`.
     progress:  called with the name of each pass as it starts.
     """
     from .passes import PASSES
     from .passes.verify import verify
+    from .recompute_budget import check_saved, layers_within  # which runs the passes itself
 
     program = captured.bind(plan, rank, number)
+    is_budget = isinstance(plan.recompute, int)
+    if is_budget:
+        program.again = tuple(layers_within(captured, plan, number) if again is None else again)
     program.facts.add("captured")
     for each in PASSES:
         missing = each.requires - program.facts
@@ -49,4 +55,6 @@ def run_passes(
         nodes = sum(len(graph.graph.nodes) for graph in program.graphs.values())
         text = program_text(program) if snapshots else ""
         program.snapshots.append(Snapshot(each.name, text, nodes, seconds))
+    if is_budget and again is None:
+        check_saved(program)
     return program

@@ -62,7 +62,9 @@ class Plan:
     microbatches: parts of the batch that a step computes one after another, forward and backward, for a call that
                 returns the loss alone. The loss is that of the whole batch.
     recompute:  what backward computes again of each layer: "none"; "attention": everything but the attention, whose
-                forward and exchanges run once; "full": everything, as ordinary checkpoints of layers do.
+                forward and exchanges run once; "full": everything, as ordinary checkpoints of layers do; or the bytes
+                that a rank may save for backward at most: then each layer does the one or the other, so that it takes
+                the least time.
     recompute_layers: the fraction of the layers that do, the first ones.
     loss_chunk: bytes of logits that exist at once on a rank: a loss is computed for some rows after others, and
                 backward computes logits again. 0: all at once; `None`: 64 MiB, where a rank's are over 256 MiB.
@@ -81,7 +83,7 @@ class Plan:
     attention: str = "zigzag"
     placement: str = "head-first"
     inner_ring: int = 1
-    recompute: str = "none"
+    recompute: str | int = "none"
     recompute_layers: float = 1.0
     overlap: str = "none"
     microbatches: int = 1
@@ -103,11 +105,19 @@ class Plan:
         for name, allowed in (
             ("attention", ATTENTION_SCHEDULES),
             ("placement", PLACEMENTS),
-            ("recompute", RECOMPUTE),
             ("overlap", OVERLAP),
         ):
             if getattr(self, name) not in allowed:
                 raise PlanError(f"Plan.{name}={getattr(self, name)!r}: choose one of {', '.join(map(repr, allowed))}")
+        is_budget = type(self.recompute) is int and self.recompute > 0
+        if self.recompute not in RECOMPUTE and not is_budget:
+            choices = ", ".join(map(repr, RECOMPUTE))
+            raise PlanError(f"Plan.recompute={self.recompute!r}: choose one of {choices}, or a number of bytes")
+        if is_budget and self.recompute_layers != 1.0:
+            raise PlanError(
+                f"Plan.recompute={self.recompute} bytes choose the layers: leave out recompute_layers="
+                f"{self.recompute_layers}"
+            )
         if self.cp % self.inner_ring:
             raise PlanError(f"Plan.inner_ring={self.inner_ring} does not divide cp={self.cp}")
         if self.inner_ring > 1 and self.attention == "balanced":

@@ -46,6 +46,9 @@ def summary(program: Program) -> str:
     if program.backward is not None:
         saved = sum(nbytes(node.meta["val"]) for node in program.saved)
         lines.append(f"saved for backward: {saved:,} bytes in {len(program.saved)} tensors")
+        if program.again:
+            counts = Counter(program.again)
+            lines.append("layers that compute again: " + ", ".join(f"{counts[each]} {each}" for each in sorted(counts)))
     return "\n".join(lines)
 
 

@@ -244,6 +244,7 @@ class Program:
     attentions: by `split_attention`, in the graph's order: the schedule of each, and the work and bytes that it takes.
     first, inner, last: variants of forward and backward for accumulation and the refresh of parameters
               (passes/micro_batches.py); `None` where they would not differ.
+    again:    what each layer computes again, where the plan gives a number of bytes (recompute_budget.py).
     precision: the types of computation, reduction and accumulation.
     facts:    names of what the passes so far provide (the contract that the driver checks).
     micro:    which micro-batch of a step it is, where the plan splits the batch into several.
@@ -263,6 +264,7 @@ class Program:
     first: fx.GraphModule | None = None
     inner: fx.GraphModule | None = None
     last: fx.GraphModule | None = None
+    again: tuple[str, ...] = ()
     precision: Precision = field(default_factory=Precision)
     sharding: Sharding | None = None
     annotations: Annotations | None = None

@@ -18,6 +18,7 @@ holds 2 · B · S · D (the residual and out) and B · H · S for the log-sum-ex
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -65,11 +66,20 @@ def recompute(program: Program) -> Program:
         if not layers:
             why = "the forward has no attention between whose calls layers could be cut"
             program.notes.append(Note(f"nothing is computed again for recompute={mode!r}", why, ""))
-        # The first layers, as what they keep is kept the longest.
-        for layer in layers[: round(program.plan.recompute_layers * len(layers))]:
-            again |= {node for node in layer.nodes if forward.root(node) not in layer.kept and _may_run(node, mode)}
+        for layer, choice in zip(layers, _modes(program, len(layers)), strict=True):
+            again |= forward.again(layer, choice)
     _copy_into_backward(program, forward, again)
     return program
+
+
+def _modes(program: Program, layers: int) -> Sequence[str]:
+    """What each layer computes again: as was chosen for a budget, or the same for the first ones, as what they keep is
+    kept the longest."""
+    mode = program.plan.recompute
+    if isinstance(mode, int):
+        return program.again
+    count = round(program.plan.recompute_layers * layers)
+    return [mode] * count + ["none"] * (layers - count)
 
 
 def _is_checkpointed(node: fx.Node) -> bool:
@@ -167,6 +177,12 @@ class Forward:
             return any(user in inside and user.meta.get(_REGION) != node.meta.get(_REGION) for user in node.users)
 
         return {node for node in self.nodes if _is_checkpointed(node) and _may_run(node) and not leaves(node)}
+
+    def again(self, layer: Layer, mode: str) -> set[fx.Node]:
+        """What a layer computes again as far as backward needs it."""
+        if mode == "none":
+            return set()
+        return {node for node in layer.nodes if self.root(node) not in layer.kept and _may_run(node, mode)}
 
     def root(self, node: fx.Node) -> fx.Node:
         return self._root[node]

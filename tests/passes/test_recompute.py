@@ -73,6 +73,17 @@ def test_attention_and_its_exchanges_run_once(attention: str) -> None:
         assert full["backward"]["exchange"] == kept["backward"]["exchange"] + kept["forward"]["exchange"]
 
 
+@pytest.mark.parametrize("mode", ["none", "attention", "full"])
+def test_row_12_a_weight_is_gathered_once_for_backward(mode: str) -> None:
+    """PAINS row 12: what is computed again and its backward read one gather, also where only some layers do."""
+    _, whole = captured(Case("llama", length=24))
+    program = run_passes(whole.program, Plan(cp=2, recompute=mode, recompute_layers=0.5), 0)
+    for name, graph in program.graphs.items():
+        whys = [program.collectives[node].why for node in graph.graph.nodes if is_start(node)]
+        gathers = Counter(why.removesuffix(", again for backward") for why in whys if why.startswith("parameter "))
+        assert gathers and set(gathers.values()) == {1}, (name, gathers)
+
+
 def test_a_fraction_of_the_layers() -> None:
     case = Case("llama", length=24)
     _, whole = captured(case)
