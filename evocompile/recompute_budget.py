@@ -80,8 +80,8 @@ def _layers_within(captured: Program, plan: Plan, number: int) -> tuple[str, ...
     count, most, least = len(account.choices), account.totals[MODES[0]], min(account.totals.values())
     if least > budget:
         raise PlanError(
-            f"Plan.recompute={budget:,}: a step saves {most:,} bytes for backward on rank {account.rank}, and {least:,} "
-            f"when all {count} layers compute everything again: plan more ranks, a shorter batch, or more bytes"
+            f"Plan.recompute={budget:,}: a step saves {most:,} bytes for backward on rank {account.rank}, and "
+            f"{least:,} when all {count} layers compute everything again: plan more ranks, a shorter batch, or more bytes"
         )
     if most <= budget:
         return (MODES[0],) * count
