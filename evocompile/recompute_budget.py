@@ -81,7 +81,8 @@ def _layers_within(captured: Program, plan: Plan, number: int) -> tuple[str, ...
     if least > budget:
         raise PlanError(
             f"Plan.recompute={budget:,}: a step saves {most:,} bytes for backward on rank {account.rank}, and "
-            f"{least:,} when all {count} layers compute everything again: plan more ranks, a shorter batch, or more bytes"
+            f"{least:,} when all {count} layers compute everything again: plan more ranks, a shorter batch, or "
+            "more bytes"
         )
     if most <= budget:
         return (MODES[0],) * count
