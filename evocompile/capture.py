@@ -36,11 +36,13 @@ from .torch_private import (
     TraceError,
     export_joint,
     graph_inputs,
+    graph_module,
     has_custom_backward,
     isolated,
     run_bytecode,
     trace,
     unenterable_context,
+    unwritten_graph_modules,
 )
 
 
@@ -91,6 +93,7 @@ class Captured:
 
 
 @uncollected()
+@unwritten_graph_modules()
 def capture(
     forward: Callable[..., Any],
     module: nn.Module,
@@ -227,13 +230,13 @@ def _differentiable_outputs(graph: fx.Graph) -> list[bool]:
     return scalar if any(scalar) else wants
 
 
-def _separate_outputs(graph_module: fx.GraphModule, differentiable: list[bool]) -> None:
+def _separate_outputs(captured: fx.GraphModule, differentiable: list[bool]) -> None:
     """Detaches the outputs that get no gradient, and makes none a view of another or of an input.
 
     Without the first, logits would bring a (B, S, V) tangent of zeros; without the second, AOTAutograd would add
     outputs of its own. The copies are taken out of the joint graph again.
     """
-    graph = graph_module.graph
+    graph = captured.graph
     output = graph.output_node()
     separate = []
     with graph.inserting_before(output):
@@ -241,7 +244,7 @@ def _separate_outputs(graph_module: fx.GraphModule, differentiable: list[bool]) 
             value = node if keeps_gradient else _like(graph.call_method("detach", (node,)), node)
             separate.append(_like(graph.call_function(torch.clone, (value,)), node))
     output.args = (tuple(separate),)
-    graph_module.recompile()
+    captured.recompile()
 
 
 def _like(node: fx.Node, original: fx.Node) -> fx.Node:
@@ -306,8 +309,7 @@ def _program(joint: JointGraph, inputs: list[Input], differentiable: list[bool])
     graph.eliminate_dead_code()
     graph.lint()
     plan = Plan()
-    graph_module = fx.GraphModule(joint.graph_module, graph)
-    return Program(graph_module, inputs, outputs, plan, Mesh.of(plan), 0, facts={"captured"})
+    return Program(graph_module(joint.graph_module, graph), inputs, outputs, plan, Mesh.of(plan), 0, facts={"captured"})
 
 
 def _output(kind: OutputKind, name: str, value: Tensor, differentiable: bool = False) -> Output:

@@ -319,7 +319,7 @@ class Communicators:
 
     def resolve(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         """A copy of a graph in which every start names torch's process group instead of ours: ready to be run."""
-        resolved = fx.GraphModule(graph_module, clone_graph(graph_module.graph))
+        resolved = torch_private.graph_module(graph_module, clone_graph(graph_module.graph))
         for node in resolved.graph.nodes:
             if not is_start(node):
                 continue

@@ -22,6 +22,7 @@ from .layout import Layout, Sharding
 from .mesh import Mesh
 from .plan import Plan
 from .precision import Precision
+from .torch_private import graph_module
 
 
 class InputKind(Enum):
@@ -318,7 +319,7 @@ class Program:
             plan, rank = micro.virtual()
         return replace(
             self,
-            joint=fx.GraphModule(self.joint, clone_graph(self.joint.graph)),
+            joint=graph_module(self.joint, clone_graph(self.joint.graph)),
             plan=plan,
             mesh=Mesh.of(plan),
             rank=rank,

@@ -45,6 +45,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
@@ -449,6 +450,18 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 def is_fake(value: Any) -> bool:
     return isinstance(value, FakeTensor)
+
+
+def graph_module(owner: nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    """A module that writes its Python when it is called or read, and not at each of a dozen changes before."""
+    return _LazyGraphModule(owner, graph)
+
+
+@contextlib.contextmanager
+def unwritten_graph_modules() -> Iterator[None]:
+    """Within, torch's own tracers make modules as `graph_module` does."""
+    with _use_lazy_graph_module(True):
+        yield
 
 
 def arguments_by_name(operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from evocompile.collectives import exchange_start, exchange_wait, unpack
 from evocompile.layout import Layout, Sharding
 from evocompile.mesh import group_name, group_ranks
 from evocompile.program import Collective, Program, nbytes
+from evocompile.torch_private import graph_module
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -38,7 +39,7 @@ class Builder:
         self._known: dict[Any, Any] = {}
 
     def graph_module(self) -> fx.GraphModule:
-        return fx.GraphModule(self.owner, self.graph)
+        return graph_module(self.owner, self.graph)
 
     def copy(self, node: fx.Node, layout: Layout | None = None) -> fx.Node:
         """The node as it is: placeholders and constants. A split one arrives as this rank's part."""

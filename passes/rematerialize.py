@@ -17,6 +17,7 @@ from torch import fx
 from evocompile.collectives import exchange_start, exchange_wait, is_start, is_wait
 from evocompile.layout import Layout
 from evocompile.program import Collective, InputKind, OutputKind, Program, output_values, placeholders
+from evocompile.torch_private import graph_module
 
 from .dependence import ancestors
 from .rules.pointwise import FACTORIES
@@ -166,7 +167,7 @@ def _extract(
                 collective = replace(collective, why=f"{collective.why}, again for backward")
             collectives[copies[node]] = collective
     graph.output([copies[node] if isinstance(node, fx.Node) else None for node in outputs])
-    return fx.GraphModule(program.joint, graph)
+    return graph_module(program.joint, graph)
 
 
 def _just_in_time(graph: fx.Graph, nodes: set[fx.Node], again: set[fx.Node]) -> Iterator[fx.Node]:
