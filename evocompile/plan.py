@@ -10,7 +10,7 @@ from .errors import PlanError
 
 ATTENTION_SCHEDULES = ("zigzag", "ring", "balanced", "auto")
 RECOMPUTE = ("none", "attention", "full")
-OVERLAP = ("none",)
+OVERLAP = ("selective", "all", "none")
 PLACEMENTS = ("head-first", "context-first")
 
 
@@ -71,7 +71,10 @@ class Plan:
     mlp_chunk:  the same of the values inside of MLPs; 0: all at once.
     tp:         ranks that split the weights themselves, along the hidden units of MLPs and the heads of attentions, and
                 compute parts of the same tokens. They are neighbours.
-    pp, overlap: only their defaults are built yet.
+    overlap:    where communication starts and is waited for: "selective" beside the computation that hides it, a layer
+                ahead of its use, and never in the way of what the computation waits for; "all": whatever can start
+                starts; "none": where it is needed.
+    pp: only its default is built yet.
     """
 
     dp: int = 1
@@ -85,7 +88,7 @@ class Plan:
     inner_ring: int = 1
     recompute: str | int = "none"
     recompute_layers: float = 1.0
-    overlap: str = "none"
+    overlap: str = "selective"
     microbatches: int = 1
     loss_chunk: int | None = None
     mlp_chunk: int = 0

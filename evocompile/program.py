@@ -247,6 +247,7 @@ class Program:
               (passes/micro_batches.py); `None` where they would not differ.
     again:    what each layer computes again, where the plan gives a number of bytes (recompute_budget.py).
     precision: the types of computation, reduction and accumulation.
+    placed:   start -> why it stands where it does (passes/overlap.py).
     facts:    names of what the passes so far provide (the contract that the driver checks).
     micro:    which micro-batch of a step it is, where the plan splits the batch into several.
     regions:  parts of the joint graph that are to be run by chunks of rows, until `chunk_rows` has done so.
@@ -273,6 +274,7 @@ class Program:
     collectives: dict[fx.Node, Collective] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     attentions: list[Attention] = field(default_factory=list)
+    placed: dict[fx.Node, str] = field(default_factory=dict)
     facts: set[str] = field(default_factory=set)
     snapshots: list[Snapshot] = field(default_factory=list)
     regions: tuple[Region, ...] = ()
@@ -328,6 +330,7 @@ class Program:
             collectives={},
             notes=list(self.notes),
             attentions=[],
+            placed={},
             facts=set(self.facts),
             snapshots=[],
         )

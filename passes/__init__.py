@@ -11,6 +11,7 @@ from .chunk_rows import chunk_rows, find_chunks
 from .in_time import in_time
 from .localize import localize
 from .micro_batches import micro_batches
+from .overlap import overlap
 from .recompute import recompute
 from .rematerialize import rematerialize
 from .seed_random import seed_random
@@ -37,4 +38,5 @@ PASSES = (
         frozenset({"forward and backward"}),
     ),
     Pass("micro_batches", micro_batches, frozenset({"forward and backward"}), frozenset({"variants of a step"})),
+    Pass("overlap", overlap, frozenset({"variants of a step"}), frozenset({"schedule"})),
 )

@@ -29,6 +29,7 @@ from evocompile.program import Input, InputKind, Output, OutputKind, Program, nb
 from evocompile.shards import shard_shape
 from evocompile.virtual import Blocked, Rendezvous, Ticket, run_together
 
+from .launch_order import LaunchOrder
 from .micro_batches import is_copied
 
 events = graph_events
@@ -277,18 +278,24 @@ def agree(event_lists: list[list[Event]]) -> None:
     """Prove that programs with these events can run together, by running them without data (`virtual.Rendezvous`).
 
     event_lists: for each rank its starts and waits in order (`events`, `collectives.program_events`).
-    Raises DeadlockError naming both nodes where two starts do not match, and every rank's node where they block.
+    Raises DeadlockError naming both nodes where two starts do not match, every rank's node where they block, and
+    communications that two ranks launch in opposite orders.
     """
-    rendezvous = Rendezvous(lambda tickets: None)
-    run_together([_walk(rank, each, rendezvous) for rank, each in enumerate(event_lists)], rendezvous)
+    order = LaunchOrder()
+    rendezvous = Rendezvous(order.match)
+    launched = run_together([_walk(rank, each, rendezvous) for rank, each in enumerate(event_lists)], rendezvous)
+    order.check(launched)
 
 
-def _walk(rank: int, program: list[Event], rendezvous: Rendezvous) -> Generator[Blocked, None, None]:
+def _walk(rank: int, program: list[Event], rendezvous: Rendezvous) -> Generator[Blocked, None, list[Ticket]]:
     tickets: dict[int, Ticket] = {}
+    launched: list[Ticket] = []
     for position, event in enumerate(program):
         if event.kind != "wait":
             tickets[position] = rendezvous.post(rank, event)
+            launched.append(tickets[position])
             continue
         ticket = tickets.pop(event.start)
         if not ticket.done:
             yield ticket, event.node
+    return launched

@@ -79,7 +79,7 @@ def test_row_12_no_weight_is_gathered_more_than_twice_when_some_layers_recompute
 
 def test_the_backward_gathers_a_parameter_right_before_its_use() -> None:
     """At most a few parameters are whole at a time, not the model."""
-    (program, _) = program_of(Case("llama").build(), Case("llama"), Plan(cp=2))
+    (program, _) = program_of(Case("llama").build(), Case("llama"), Plan(cp=2, overlap="none"))
     assert program.backward is not None
     nodes = list(program.backward.graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
