@@ -11,6 +11,8 @@ from torch import fx
 
 from .accounting import sent_in_step
 from .program import Program, nbytes, source_line
+from .rates import Rates, device_of
+from .simulate import simulate, work_of
 from .torch_private import OpOverload
 
 _DTYPES = {
@@ -53,17 +55,32 @@ def summary(program: Program) -> str:
 
 
 def collectives_table(program: Program) -> str:
-    """Every collective in order: graph, kind, group, bytes sent by this rank, why."""
-    rows = [("graph", "kind", "group", "sent", "why")]
+    """Every collective in order: graph, kind, group, bytes sent by this rank, how long that takes, how much of it is
+    hidden and how much exposed, what it is for, and why it stands where it does.
+
+    Times are predicted (`rates.py`), in milliseconds, with all ranks at this one's pace.
+    """
+    rows: list[tuple[str, ...]] = [("graph", "kind", "group", "sent", "ms", "hidden", "exposed", "why")]
     for name, module in program.graphs.items():
+        times = _predicted(program, module.graph)
         for node in module.graph.nodes:
             if node in program.collectives:
                 each = program.collectives[node]
-                rows.append((name, each.kind, each.group, f"{each.sent:,}", each.why))
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+                takes, exposed = times.get(node.name, (0.0, 0.0))
+                shown = (f"{1e3 * seconds:.3f}" for seconds in (takes, max(0.0, takes - exposed), exposed))
+                placed = f" ({program.placed[node]})" if node in program.placed else ""
+                rows.append((name, each.kind, each.group, f"{each.sent:,}", *shown, each.why + placed))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     return "\n".join(
-        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[4]]) for row in rows
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows
     )
+
+
+def _predicted(program: Program, graph: fx.Graph) -> dict[str, tuple[float, float]]:
+    """By name of a start: seconds that its communication takes, and that the rank stands still for it."""
+    work = work_of([graph], program.rank, Rates.of(device_of(graph)))
+    times = simulate([work], alone=program.rank).of_starts(program.rank)
+    return {work[position].name: seconds for position, seconds in times.items()}
 
 
 def attention_table(program: Program) -> str:

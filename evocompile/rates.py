@@ -125,6 +125,12 @@ def transfer_event(start: fx.Node) -> Event:
     return start_event(start, start_arguments(start, args, kwargs))
 
 
+def device_of(graph: fx.Graph) -> torch.device:
+    """Where a graph computes."""
+    values = (node.meta.get("val") for node in graph.nodes)
+    return next((each.device for each in values if isinstance(each, torch.Tensor)), torch.device("cpu"))
+
+
 def has_flops(node: fx.Node) -> bool:
     """A matrix product, a convolution, an attention: what takes time by its FLOPs."""
     return getattr(node.target, "overloadpacket", None) in flop_registry

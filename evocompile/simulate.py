@@ -120,7 +120,7 @@ def simulate_step(programs: Sequence[Program], rates: Rates) -> Timeline:
 
 def simulate_alone(program: Program, rates: Rates) -> Timeline:
     """A step of one rank's program, as if all others kept its pace."""
-    return simulate([step_work(program, rates)], {program.rank})
+    return simulate([step_work(program, rates)], alone=program.rank)
 
 
 # --- events --------------------------------------------------------------------------------------------------------
@@ -147,13 +147,13 @@ class _Transfer:
     begin: float
 
 
-def simulate(ranks: Sequence[Sequence[Work]], alone: set[int] | None = None) -> Timeline:
-    """Run the ranks' work. alone: the global rank of the only one that is given; its peers are always ready."""
+def simulate(ranks: Sequence[Sequence[Work]], *, alone: int | None = None) -> Timeline:
+    """Run the ranks' work. alone: the global rank of the only one that is given, whose peers are always ready."""
     return _Simulation(ranks, alone).run()
 
 
 class _Simulation:
-    def __init__(self, ranks: Sequence[Sequence[Work]], alone: set[int] | None) -> None:
+    def __init__(self, ranks: Sequence[Sequence[Work]], alone: int | None) -> None:
         self._ranks = ranks
         self._alone = alone
         self._now = 0.0
@@ -194,10 +194,10 @@ class _Simulation:
         return Timeline(self._spans, self._now, exposed)
 
     def _index(self, rank: int) -> int:
-        return 0 if self._alone else rank
+        return rank if self._alone is None else 0
 
     def _name(self, index: int) -> int:
-        return next(iter(self._alone)) if self._alone else index
+        return index if self._alone is None else self._alone
 
     def _shares(self) -> dict[_Transfer, float]:
         """The part of its links' bandwidth that each transfer has."""
@@ -251,7 +251,7 @@ class _Simulation:
             if not ticket.parts:
                 self._complete(ticket)
                 return
-            if self._alone:
+            if self._alone is not None:
                 links = both[: bool(event.sent)] + both[1 : 1 + bool(event.received)]
                 self._begin([ticket] * ticket.parts, links, ticket.work.seconds)
                 return
@@ -263,7 +263,7 @@ class _Simulation:
         ticket.parts = 1
         joined = self._joined[event.group]
         joined.append(ticket)
-        if self._alone or len(joined) == len(group_ranks(event.group)):
+        if self._alone is not None or len(joined) == len(group_ranks(event.group)):
             members = list(joined)
             joined.clear()
             links = [(each.rank, direction) for each in members for direction in ("out", "in")]
