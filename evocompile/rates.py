@@ -17,6 +17,7 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
+from .chunks import RowLoop
 from .collectives import Event, is_start, is_wait, sent_bytes, start_arguments, start_event, unpack
 from .mesh import group_ranks
 from .program import nbytes
@@ -64,6 +65,9 @@ class Rates:
             return 0.0
         if getattr(node.target, "is_view", False):
             return 0.0
+        if isinstance(node.target, RowLoop):
+            bodies = [sum(map(self.compute, body.graph.nodes)) for body in node.target.bodies]
+            return sum(bodies[number] for number in node.target.numbers)
         key = (node.target, _key(node.args), _key(node.kwargs))
         if key not in self._seconds:
             self._seconds[key] = self._roofline(node)
@@ -132,8 +136,8 @@ def device_of(graph: fx.Graph) -> torch.device:
 
 
 def has_flops(node: fx.Node) -> bool:
-    """A matrix product, a convolution, an attention: what takes time by its FLOPs."""
-    return getattr(node.target, "overloadpacket", None) in flop_registry
+    """A matrix product, a convolution, an attention, a loop over rows of those: what takes time by its FLOPs."""
+    return isinstance(node.target, RowLoop) or getattr(node.target, "overloadpacket", None) in flop_registry
 
 
 def _leaves(value: Any) -> list[Any]:

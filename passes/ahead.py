@@ -1,9 +1,9 @@
 """ahead: before which use each gather of a parameter, and each refresh, starts.
 
 Their data is there when a graph begins, so they could start at any time. They start one layer ahead, and there at the
-stretch between urgent communication that uses most gathered bytes: in a transformer over a ring or all-to-alls, behind
-them at the attention's output projection, where the link is otherwise idle (InternEvo, 2401.09149). At
-most two layers' weights are whole at once, by the largest layer.
+stretch between urgent communication that multiplies by most gathered bytes: in a transformer over a ring or
+all-to-alls, behind them at the attention's output projection, where the link is otherwise idle (InternEvo, 2401.09149).
+At most two layers' weights are whole at once, by the largest layer.
 
 Decided by names, sizes and the order of the parameters, which are equal on all ranks.
 """
@@ -174,11 +174,13 @@ def _runs(weights: Sequence[Unit], whys: Mapping[fx.Node, str], behind: Sequence
         layers.append((indices, name))
     runs = []
     for indices, name in layers:
-        stretches = {indices[0]: 0}  # bytes by the first weight of each stretch without urgent communication
+        stretches = {
+            indices[0]: 0
+        }  # by the first weight of each stretch without urgent communication, bytes of factors in products
         for i in indices:
             if behind[i] and i != indices[0]:
                 stretches[i] = 0
-            stretches[next(reversed(stretches))] += sizes[i]
+            stretches[next(reversed(stretches))] += sizes[i] * _is_multiplied(weights[i])
         anchor = max(stretches, key=lambda i: (stretches[i], i))
         runs.append(_Run(range(indices[0], indices[-1] + 1), anchor, name, behind[anchor]))
     return runs
@@ -202,6 +204,19 @@ def _within_cap(weights: Sequence[Unit], whys: Mapping[fx.Node, str]) -> list[in
 def _by_layer(weights: Sequence[Unit], whys: Mapping[fx.Node, str]) -> Iterator[tuple[str, list[int]]]:
     for name, group in groupby(range(len(weights)), lambda i: layer_of(whys[weights[i].start])):
         yield name, list(group)
+
+
+def _is_multiplied(unit: Unit) -> bool:
+    """Whether the weight is a factor of a product, which takes time: an embedding is looked up."""
+    seen, stack = {unit.start}, [unit.start]
+    while stack:
+        for user in stack.pop().users:
+            if has_flops(user):
+                return True
+            if user not in seen and (is_wait(user) or getattr(user.target, "is_view", False)):
+                seen.add(user)
+                stack.append(user)
+    return False
 
 
 def layer_of(why: str) -> str:

@@ -5,7 +5,7 @@ Three kinds of communication, told apart by the purpose of their group:
 bulk ahead   gathers of parameters and their refreshes. Their data is there when the graph begins, so they could start
              at any time. Under "selective" those of a layer start one layer ahead, and there behind the layer's last
              ring step or all-to-all (InternEvo's rule, 2401.09149: at the attention's output projection):
-             of the stretches between urgent communication in that layer, the one that uses most gathered bytes. At
+             of the stretches between urgent communication in that layer, the one that multiplies by most of them. At
              most two layers are held whole. A refresh that a gather follows starts two layers ahead.
 urgent       what the computation waits for: ring steps, all-to-alls, sums. Started where the earlier passes have put
              it or, where that is earlier, as soon as its operands are there; ring steps keep their places, one step
