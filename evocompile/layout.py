@@ -39,6 +39,7 @@ class Split:
     parts: the sizes of the contiguous chunks where they are given; () makes them as equal as possible.
     inner_axis, inner: a second mesh axis and its degree, if there is one: each interval of a coordinate of `mesh_axis`
            is cut again, in order, as equally as possible, over the coordinates of `inner_axis`.
+    innermost_axis, innermost: a third one, likewise.
     """
 
     mesh_axis: str
@@ -48,23 +49,29 @@ class Split:
     parts: tuple[int, ...] = ()
     inner_axis: str = ""
     inner: int = 1
+    innermost_axis: str = ""
+    innermost: int = 1
 
     @property
     def mesh_axes(self) -> tuple[str, ...]:
         """The mesh axes over which the positions are spread, outermost first."""
-        return (self.mesh_axis, self.inner_axis) if self.inner_axis else (self.mesh_axis,)
+        return tuple(axis for axis in (self.mesh_axis, self.inner_axis, self.innermost_axis) if axis)
+
+    def finer(self, mesh_axis: str, degree: int) -> Split:
+        """The same, with every interval cut once more over another mesh axis."""
+        if self.inner_axis:
+            return replace(self, innermost_axis=mesh_axis, innermost=degree)
+        return replace(self, inner_axis=mesh_axis, inner=degree)
 
     def held(self, coordinate: Mapping[str, int]) -> tuple[Interval, ...]:
         """The positions of the rank at `coordinate` of the mesh, ascending, empty intervals left out."""
-        return self.intervals(coordinate[self.mesh_axis], coordinate[self.inner_axis] if self.inner_axis else 0)
+        inner = coordinate[self.inner_axis] if self.inner_axis else 0
+        parts = self.intervals(coordinate[self.mesh_axis], inner)
+        return _cut(parts, coordinate[self.innermost_axis], self.innermost) if self.innermost_axis else parts
 
     def intervals(self, index: int, inner_index: int = 0) -> tuple[Interval, ...]:
         """As `held`, by the coordinates of `mesh_axis` and `inner_axis`."""
-        parts = [
-            (lo + (hi - lo) * inner_index // self.inner, lo + (hi - lo) * (inner_index + 1) // self.inner)
-            for lo, hi in self.outer_intervals(index)
-        ]
-        return tuple((lo, hi) for lo, hi in parts if lo < hi)
+        return _cut(self.outer_intervals(index), inner_index, self.inner)
 
     def outer_intervals(self, index: int) -> tuple[Interval, ...]:
         """The positions that coordinate `index` of `mesh_axis` holds, all coordinates of `inner_axis` together."""
@@ -79,6 +86,24 @@ class Split:
         if len(intervals) == 2 and intervals[0][1] == intervals[1][0]:  # the two middle chunks touch
             intervals = [(intervals[0][0], intervals[1][1])]
         return tuple((lo, hi) for lo, hi in intervals if lo < hi)
+
+
+def _cut(intervals: tuple[Interval, ...], index: int, degree: int) -> tuple[Interval, ...]:
+    """Part `index` of `degree` of each interval."""
+    parts = [(lo + (hi - lo) * index // degree, lo + (hi - lo) * (index + 1) // degree) for lo, hi in intervals]
+    return tuple((lo, hi) for lo, hi in parts if lo < hi)
+
+
+FINE = ".tp"  # what the name of an axis ends in that is split over tp besides: "seq.tp" is a finer split of "seq"
+
+
+def finer(axis: Axis) -> Axis:
+    return replace(axis, name=axis.name + FINE)
+
+
+def is_finer(axis: Axis | None, than: Axis | None) -> bool:
+    """Whether the parts of `axis` are parts of those of `than`."""
+    return axis is not None and than is not None and axis == finer(than)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from evocompile.layout import Axis, Factor, Layout, Sharding, Split
+from evocompile.layout import FINE, Axis, Factor, Layout, Sharding, Split
 from evocompile.program import (
     Annotations,
     Compute,
@@ -43,23 +43,33 @@ from .rules.attention import ATTENTION, ATTENTION_BACKWARD, attention_solution
 from .rules.base import label_sizes, operands_of, result_shapes
 from .rules.pointwise import RANDOM
 from .rules.routing import Routes, Splits, bags_of
-from .rules.solve import Solution, canonical, forward, pull
+from .rules.solve import Solution, canonical, coarsened, forward, pull
+from .rules.views import VIEWS
 from .rules.windows import window_pull, window_solution
 from .tensor_axes import tensor_layouts
 
 
 def splits_of(program: Program) -> dict[str, Split]:
-    """What the plan splits: the batch over dp, the sequence over cp and ulysses; their sizes."""
-    splits = {}
+    """What the plan splits: the batch over dp, the sequence over cp and ulysses; their sizes.
+
+    Between the weights that tp splits, the stream of tokens is split over tp too ("seq.tp"; Megatron's sequence
+    parallelism, 2205.05198, section 4.2.2).
+    """
+    splits: dict[str, Split] = {}
+    tp = program.plan.tp
     for each in program.inputs_of(InputKind.USER):
         if each.shape and "batch" not in splits and program.plan.dp > 1:
             splits["batch"] = Split("dp", program.plan.dp, "contiguous", each.shape[0])
-    size = sequence_length(program) if program.plan.cp * program.plan.ulysses > 1 else None
-    if size is not None:
+    in_sequence = program.plan.cp * program.plan.ulysses > 1
+    size = sequence_length(program) if in_sequence or tp > 1 else None
+    if size is not None and in_sequence:
         splits["seq"] = sequence_split(program, size)
     if program.batch_parts:
         parts = program.batch_parts
         splits["batch"] = Split("dp", len(parts), "contiguous", sum(parts), parts)
+    if size is not None and tp > 1:
+        whole = Split("tp", tp, "contiguous", size)
+        splits["seq" + FINE] = splits["seq"].finer("tp", tp) if in_sequence else whole
     return splits
 
 
@@ -118,10 +128,15 @@ def _input_layout(each: Input, splits: Mapping[str, Split]) -> Layout:
         return Layout.whole(each.shape)
     dims = []
     for dim, size in enumerate(each.shape):
-        name = ("batch", "seq", None)[min(dim, 2)]
-        if name in splits and splits[name].size == size:
-            split = each.dtype.is_floating_point or (each.is_part and dim == 0)
+        name = ("batch", "seq", "")[min(dim, 2)]
+        fine = name + FINE
+        split = each.dtype.is_floating_point or (each.is_part and dim == 0)
+        if split and fine in splits and splits[fine].size == size:
+            dims.append((Factor(size, Axis(fine, size), split=True),))
+        elif name in splits and splits[name].size == size:
             dims.append((Factor(size, Axis(name, size), split=split),))
+        elif fine in splits and splits[fine].size == size:
+            dims.append((Factor(size, Axis(name, size)),))
         else:
             dims.append((Factor(size),))
     return Layout(tuple(dims))
@@ -141,7 +156,7 @@ def _solve(program: Program, node: fx.Node, layouts: list[Layout]) -> Solution:
     else:
         solution, problems = _replicated(node), ["there is no sharding rule for the operator"]
     for operand, have, need in zip(operands_of(node), layouts, solution.operands, strict=True):
-        if have.split_axes() - need.split_axes():
+        if _gathered(have, need, splits, bool(problems)):
             program.notes.append(
                 Note(
                     f"gathered for {node.target}",
@@ -151,6 +166,13 @@ def _solve(program: Program, node: fx.Node, layouts: list[Layout]) -> Solution:
                 )
             )
     return solution
+
+
+def _gathered(have: Layout, need: Layout, splits: Mapping[str, Split], problems: bool) -> bool:
+    """Whether a split is given up; that tokens are gathered over tp for a weight is how it is meant."""
+    meant = coarsened(have, splits)
+    lost = meant.split_axes() - coarsened(need, splits).split_axes()
+    return bool(lost) or (problems and meant != have and not need.is_split)
 
 
 def _replicated(node: fx.Node) -> Solution:
@@ -255,8 +277,10 @@ def _arriving(layout: Layout, in_parts: bool) -> Layout:
 
 
 def _pulled(node: fx.Node, version: Version, own: Version, routes: Routes) -> Compute | None:
-    if node.op != "call_function" or len(version) != 1 or not own[0].is_whole or node.target is operator.getitem:
+    if node.op != "call_function" or len(version) != 1 or node.target is operator.getitem:
         return None
+    if not own[0].is_whole:
+        return _coarser_view(node, version[0], own[0], routes)
     dims = dims_of(node)
     if dims is None or not version[0].is_split or version[0].partial:
         return None
@@ -267,6 +291,20 @@ def _pulled(node: fx.Node, version: Version, own: Version, routes: Routes) -> Co
         return None  # merged axes: this rank's positions are no arithmetic sequence
     solution = pull(dims, label_sizes(dims, node), version[0])
     return Compute(solution.operands) if solution else None
+
+
+def _coarser_view(node: fx.Node, version: Layout, own: Layout, routes: Routes) -> Compute | None:
+    """A view of tokens that are gathered over tp: of their operand, which is then gathered once for all its views."""
+    if node.target not in _REORDERED or canonical(coarsened(own, routes.splits)) != version or version == own:
+        return None
+    dims = dims_of(node)
+    if dims is None or version.partial:
+        return None
+    solution = pull(dims, label_sizes(dims, node), coarsened(own, routes.splits))
+    return Compute(solution.operands) if solution else None
+
+
+_REORDERED = (*VIEWS, torch.ops.aten.permute.default, torch.ops.aten.transpose.int, torch.ops.aten.t.default)
 
 
 def _want_operands(

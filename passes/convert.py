@@ -7,10 +7,11 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from evocompile.layout import Axis, Dim, Factor, Interval, Layout
+from evocompile.layout import Axis, Dim, Factor, Interval, Layout, is_finer
 from evocompile.mesh import group_ranks
 
 from .build import Builder
+from .exchanges import places
 
 aten = torch.ops.aten
 
@@ -21,6 +22,8 @@ def convert(builder: Builder, value: fx.Node, have: Layout, want: Layout) -> fx.
     In this order: sum what is pending, gather the factors that must be whole or split otherwise, keep only this rank's
     positions of those that must be split. To a pending sum, a split value is spread into zeros, without communication.
     """
+    if "tp" in have.partial - want.partial and (scattered := _scattered(builder, value, have, want)):
+        value, have = scattered
     if have.partial - want.partial:
         group = builder.group("reduce", have.partial - want.partial)
         start = builder.all_reduce(value, group, "a sum over split positions is needed whole")
@@ -39,12 +42,14 @@ def convert(builder: Builder, value: fx.Node, have: Layout, want: Layout) -> fx.
     factors = [factor for dim in have_dims for factor in dim]
     targets = [factor for dim in want_dims for factor in dim]
     for dim, (factor, target) in enumerate(zip(factors, targets, strict=True)):
-        if factor.split and factor != target:
-            value = _gather(builder, value, dim, factor)
+        if factor.split and factor != target and not (target.split and is_finer(target.axis, factor.axis)):
+            finer_ = target.split and is_finer(factor.axis, target.axis)
+            value = _gather(builder, value, dim, factor, frozenset({"tp"}) if finer_ else None)
     for dim, (factor, target) in enumerate(zip(factors, targets, strict=True)):
-        if target.split and factor != target:
+        if target.split and factor != target and not (factor.split and is_finer(factor.axis, target.axis)):
             assert target.axis is not None
-            value = _index(builder, value, dim, target.axis)
+            held = factor.axis if factor.split and is_finer(target.axis, factor.axis) else None
+            value = _index(builder, value, dim, target.axis, held)
     if any(len(dim) != 1 for dim in want_dims) or len(targets) != len(want.dims):
         value = builder.call(aten.reshape.default, (value, list(builder.sharding.local_shape(want))))
     builder.layouts[value] = want
@@ -120,14 +125,69 @@ def _reshape(builder: Builder, value: fx.Node, dims: list[Dim]) -> fx.Node:
     return builder.call(aten.reshape.default, (value, shape))
 
 
-def _index(builder: Builder, value: fx.Node, dim: int, axis: Axis) -> fx.Node:
-    """This rank's positions of one dim.
+def _scattered(builder: Builder, value: fx.Node, have: Layout, want: Layout) -> tuple[fx.Node, Layout] | None:
+    """The sum over tp where a finer split of an axis is wanted of it: by a reduce-scatter over that axis, and laid out
+    like this; None where none is."""
+    if 0 in want.shape or _between(have, want) is not None:
+        return None
+    have_dims, want_dims = _align(have, want)
+    factors = [factor for dim in have_dims for factor in dim]
+    targets = [factor for dim in want_dims for factor in dim]
+    splits = builder.sharding.splits
+    finer_ = [
+        i
+        for i, (factor, target) in enumerate(zip(factors, targets, strict=True))
+        if target.split
+        and target.axis is not None
+        and (is_finer(target.axis, factor.axis) if factor.split else splits[target.axis.name].mesh_axes == ("tp",))
+    ]
+    if len(finer_) != 1:
+        return None
+    at = finer_[0]
+    value = _reduce_scatter(builder, _reshape(builder, value, have_dims), at, factors[at], targets[at])
+    rest = iter([*factors[:at], targets[at], *factors[at + 1 :]])
+    layout = Layout(tuple(tuple(next(rest) for _ in dim) for dim in have_dims), have.partial - {"tp"})
+    if any(len(dim) != 1 for dim in have_dims):
+        value = builder.call(aten.reshape.default, (value, list(builder.sharding.local_shape(layout))))
+    return value, layout
+
+
+def _reduce_scatter(builder: Builder, value: fx.Node, dim: int, factor: Factor, target: Factor) -> fx.Node:
+    """Of the sum over tp this rank's positions of one dim. Parts may be uneven: they are padded to the longest."""
+    assert target.axis is not None
+    group = builder.group("reduce", frozenset({"tp"}))
+    mesh, rank = builder.program.mesh, len(value.meta["val"].shape)
+    front = [dim, *(d for d in range(rank) if d != dim)]
+    value = builder.call(aten.permute.default, (value, front)) if dim else value
+    held = builder.sharding.intervals(factor.axis) if factor.split and factor.axis else ((0, factor.size),)
+    parts = [builder.sharding.at(mesh.coordinate(each)).intervals(target.axis) for each in group_ranks(group)]
+    sizes = [sum(hi - lo for lo, hi in intervals) for intervals in parts]
+    pieces = []
+    for intervals, size in zip(parts, sizes, strict=True):
+        for lo, hi in places(held, intervals):
+            pieces.append(builder.call(aten.slice.Tensor, (value, 0, lo, hi)))
+        if size < max(sizes):
+            like = value.meta["val"]
+            shape = [max(sizes) - size, *like.shape[1:]]
+            pieces.append(builder.call(aten.full.default, (shape, 0), {"dtype": like.dtype, "device": like.device}))
+    buffer = builder.call(aten.cat.default, (pieces, 0))
+    value = builder.wait(builder.reduce_scatter(buffer, group, f"a sum, scattered over {target.axis}"))
+    own = builder.sharding.factor_size(target)
+    if own < max(sizes):
+        value = builder.call(aten.slice.Tensor, (value, 0, 0, own))
+    return builder.call(aten.permute.default, (value, [front.index(d) for d in range(rank)])) if dim else value
+
+
+def _index(builder: Builder, value: fx.Node, dim: int, axis: Axis, held: Axis | None) -> fx.Node:
+    """This rank's positions of one dim, of which it has all, or those of the coarser split `held`.
 
     The same operators on every rank, however many intervals it has: what later passes decide by them (a slice is a
     free view, a concatenation is not) must come out alike everywhere, or the ranks' collectives differ.
     """
-    intervals = builder.sharding.intervals(axis) or ((0, 0),)
-    parts = [builder.call(aten.slice.Tensor, (value, dim, lo, hi)) for lo, hi in intervals]
+    intervals = builder.sharding.intervals(axis)
+    if held is not None:
+        intervals = places(builder.sharding.intervals(held), intervals)
+    parts = [builder.call(aten.slice.Tensor, (value, dim, lo, hi)) for lo, hi in intervals or ((0, 0),)]
     if builder.sharding.splits[axis.name].order == "contiguous":
         return parts[0]
     return builder.call(aten.cat.default, (parts, dim))
@@ -140,10 +200,16 @@ def _as_many(builder: Builder, axis: Axis) -> tuple[Interval, ...]:
     return held + ((0, 0),) * (most - len(held))
 
 
-def _gather(builder: Builder, value: fx.Node, dim: int, factor: Factor) -> fx.Node:
-    """All positions of a split dim, in global order. Parts may be uneven: they are padded to the longest."""
+def _gather(
+    builder: Builder, value: fx.Node, dim: int, factor: Factor, mesh_axes: frozenset[str] | None = None
+) -> fx.Node:
+    """All positions of a split dim, in global order. Parts may be uneven: they are padded to the longest.
+
+    mesh_axes: over which alone to gather, for a coarser split of the dim.
+    """
     assert factor.axis is not None
-    group = builder.group("gather", frozenset(builder.sharding.splits[factor.axis.name].mesh_axes))
+    all_axes = frozenset(builder.sharding.splits[factor.axis.name].mesh_axes)
+    group = builder.group("gather", mesh_axes or all_axes)
     mesh = builder.program.mesh
     held = [builder.sharding.at(mesh.coordinate(each)).intervals(factor.axis) for each in group_ranks(group)]
     sizes = [sum(hi - lo for lo, hi in intervals) for intervals in held]
@@ -155,7 +221,8 @@ def _gather(builder: Builder, value: fx.Node, dim: int, factor: Factor) -> fx.No
     if min(sizes) < longest:
         padding = [0, 0] * (rank - 1) + [0, longest - own]
         value = builder.call(aten.constant_pad_nd.default, (value, padding, 0))
-    value = builder.wait(builder.all_gather(value, group, f"axis {factor.axis} is needed whole"))
+    needed = "whole" if mesh_axes in (None, all_axes) else "at all ranks of tp"
+    value = builder.wait(builder.all_gather(value, group, f"axis {factor.axis} is needed {needed}"))
     pieces = [
         (lo, index * longest + offset, hi - lo)
         for index, intervals in enumerate(held)

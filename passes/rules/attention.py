@@ -18,7 +18,7 @@ from evocompile.kernels.mask import H, parse_mask
 from evocompile.layout import Axis, Dim, Factor, Layout, Split
 
 from .base import operands_of, shape_of
-from .solve import Solution, mesh_axes, regroup
+from .solve import Solution, coarsened, mesh_axes, regroup
 
 ATTENTION = torch.ops.evocompile.attention.default
 ATTENTION_BACKWARD = torch.ops.evocompile.attention_backward.default
@@ -89,6 +89,7 @@ def attention_solution(node: fx.Node, layouts: list[Layout], splits: Mapping[str
     With whole keys and split queries every rank has a partial gradient of the keys.
     """
     operands = operands_of(node)
+    layouts = [coarsened(layout, splits) for layout in layouts]
     leading, results = _OPERANDS[node.target], _RESULTS[node.target]
     dims: dict[str, Dim] = {}
     for letters, operand, layout in zip(leading, operands, layouts, strict=False):
@@ -96,7 +97,7 @@ def attention_solution(node: fx.Node, layouts: list[Layout], splits: Mapping[str
             seeded = _seeded(dim, splits) if letter in "BST" else None
             if seeded is None and letter in "ST" and not any(factor.axis for factor in dim):
                 seeded = _positions(size, splits)
-            known = dims.get(letter) or (Factor(size),)
+            known = dims.get(letter) or ((Factor(size),) if any(factor.split for factor in dim) else dim)
             if letter in "HK" and any(factor.split for factor in dim) and not any(factor.split for factor in known):
                 known = dim
             dims[letter] = seeded or known

@@ -32,6 +32,7 @@ class Dims:
               in exactly one such set pass through.
     sizes:    sizes of the labels, where a dim has more than one.
     seeds:    the operator starts sharding: an index with named axes gives an activation that is split on them.
+    starts:   as `seeds`, and what comes out is the stream of tokens itself, which tp splits further.
     """
 
     operands: tuple[TensorLabels, ...]
@@ -41,6 +42,7 @@ class Dims:
     linear: tuple[frozenset[int], ...] = ()
     sizes: dict[str, int] = field(default_factory=dict)
     seeds: bool = False
+    starts: bool = False
 
 
 Rule = Callable[[fx.Node], "Dims | None"]

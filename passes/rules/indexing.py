@@ -17,7 +17,12 @@ def embedding(node: fx.Node) -> Dims:
     """weight (V, D), indices (…) -> (…, D). Sharding starts here: ids have named axes, what comes out is split."""
     index = numbered("i", len(shape_of(operands_of(node)[1])))
     return Dims(
-        ((("v",), ("d",)), index), ((*index, ("d",)),), whole=frozenset({"v"}), linear=(frozenset({0}),), seeds=True
+        ((("v",), ("d",)), index),
+        ((*index, ("d",)),),
+        whole=frozenset({"v"}),
+        linear=(frozenset({0}),),
+        seeds=True,
+        starts=True,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from evocompile.layout import Dim, Factor, Layout, Split
+from evocompile.layout import FINE, Axis, Dim, Factor, Layout, Split, finer
 
 from .base import Dims, TensorLabels
 
@@ -72,14 +72,17 @@ def forward(
     assigned = _assign(dims.operands, layouts, sizes, problems)
     if dims.seeds:
         for label in assigned.keys() - dims.whole:
-            assigned[label] = tuple(_seed(factor, splits) for factor in assigned[label])
+            assigned[label] = tuple(_seed(factor, splits, dims.starts) for factor in assigned[label])
     for label in dims.whole:
         if label in assigned and _is_split(assigned[label]):
             problems.append("the operator needs a split dim whole")
             assigned[label] = _unsplit(assigned[label])
+    _coarsen_beside_weights(assigned, splits)
     _one_label_per_mesh_axis(assigned, splits, problems)
     used = {each for dim in assigned.values() for f in dim for each in mesh_axes(f, splits)}
-    partial = _passing_partial(dims, layouts, used)
+    partial = _passing_partial(dims, layouts, used, splits)
+    if "tp" not in used:
+        _refine_sums(dims, assigned, layouts, partial, splits)
 
     def summed_over(result: TensorLabels) -> frozenset[str]:
         """The mesh axes of the split labels that are summed away in a result."""
@@ -130,20 +133,76 @@ def _assign(
             for label, part in zip(labels, parts, strict=True):
                 known = assigned.get(label)
                 if known is None or _strength(part) > _strength(known):
-                    if known is not None and _is_split(known):
+                    if known is not None and _is_split(known) and _coarse_names(part) != _coarse_names(known):
                         problems.append("operands are split differently")
                     assigned[label] = part
-                elif _is_split(part) and _split_factors(part) != _split_factors(known):
+                elif _is_split(part) and _coarse_names(part) != _coarse_names(known):
                     problems.append("operands are split differently")
     return assigned
 
 
-def _strength(dim: Dim) -> tuple[int, int]:
-    return sum(factor.split for factor in dim), sum(factor.axis is not None for factor in dim)
+def _strength(dim: Dim) -> tuple[int, int, int]:
+    split = [factor for factor in dim if factor.split]
+    return len(split), sum(map(is_fine, split)), sum(factor.axis is not None for factor in dim)
 
 
-def _split_factors(dim: Dim) -> list[Factor]:
-    return [factor for factor in dim if factor.split]
+def _coarse_names(dim: Dim) -> list[Factor]:
+    """The split factors of a dim, those of a finer split like those of the coarser one."""
+    split = [factor for factor in dim if factor.split]
+    return [replace(each, axis=_coarser(each.axis)) if is_fine(each) and each.axis else each for each in split]
+
+
+def is_fine(factor: Factor) -> bool:
+    """Whether a factor is split over tp besides what its axis is split over."""
+    return factor.split and factor.axis is not None and factor.axis.name.endswith(FINE)
+
+
+def _coarser(axis: Axis) -> Axis:
+    return replace(axis, name=axis.name.removesuffix(FINE))
+
+
+def coarsened(layout: Layout, splits: Mapping[str, Split]) -> Layout:
+    """The layout with the finer splits undone."""
+    return replace(layout, dims=tuple(tuple(_coarsened(factor, splits) for factor in dim) for dim in layout.dims))
+
+
+def _coarsened(factor: Factor, splits: Mapping[str, Split]) -> Factor:
+    if not is_fine(factor) or factor.axis is None:
+        return factor
+    axis = _coarser(factor.axis)
+    return replace(factor, axis=axis, split=axis.name in splits)
+
+
+def _coarsen_beside_weights(assigned: dict[str, Dim], splits: Mapping[str, Split]) -> None:
+    """Tokens that are split over tp are gathered where they meet a weight that is: a column of it needs all of them."""
+    if any("tp" in mesh_axes(factor, splits) and not is_fine(factor) for dim in assigned.values() for factor in dim):
+        for label, dim in assigned.items():
+            assigned[label] = tuple(_coarsened(factor, splits) for factor in dim)
+
+
+def _refinable(factor: Factor, splits: Mapping[str, Split]) -> bool:
+    axis = factor.axis
+    return axis is not None and finer(axis).name in splits and (factor.split or axis.name not in splits)
+
+
+def _refine_sums(
+    dims: Dims,
+    assigned: dict[str, Dim],
+    layouts: list[Layout],
+    passing: frozenset[int],
+    splits: Mapping[str, Split],
+) -> None:
+    """A sum over tp that is needed now is scattered over the tokens, which costs half of having all of it."""
+    for i, (tensor, layout) in enumerate(zip(dims.operands, layouts, strict=True)):
+        if "tp" not in layout.partial or i in passing:
+            continue
+        for label in (label for labels in tensor for label in labels if label not in dims.whole):
+            factors = list(assigned.get(label, ()))
+            for at, factor in enumerate(factors):
+                if _refinable(factor, splits) and factor.axis is not None:
+                    factors[at] = replace(factor, axis=finer(factor.axis), split=True)
+                    assigned[label] = tuple(factors)
+                    return
 
 
 def _is_split(dim: Dim) -> bool:
@@ -159,7 +218,9 @@ def mesh_axes(factor: Factor, splits: Mapping[str, Split]) -> tuple[str, ...]:
     return splits[factor.axis.name].mesh_axes if factor.split and factor.axis else ()
 
 
-def _seed(factor: Factor, splits: Mapping[str, Split]) -> Factor:
+def _seed(factor: Factor, splits: Mapping[str, Split], starts: bool) -> Factor:
+    if starts and not factor.split and _refinable(replace(factor, split=True), splits) and factor.axis is not None:
+        return replace(factor, axis=finer(factor.axis), split=True)
     return replace(factor, split=True) if factor.axis and factor.axis.name in splits else factor
 
 
@@ -182,14 +243,19 @@ def _one_label_per_mesh_axis(assigned: dict[str, Dim], splits: Mapping[str, Spli
         assigned[label] = tuple(kept)
 
 
-def _passing_partial(dims: Dims, layouts: list[Layout], used: set[str]) -> frozenset[int]:
+def _passing_partial(dims: Dims, layouts: list[Layout], used: set[str], splits: Mapping[str, Split]) -> frozenset[int]:
     """The operands whose pending sum may stay pending; those left out are reduced first."""
     partial = frozenset(i for i, layout in enumerate(layouts) if layout.partial)
     if partial not in dims.linear:
         return frozenset()
     pending = {layouts[i].partial for i in partial}
-    if len(pending) != 1 or pending.pop() & used:
+    if len(pending) != 1 or next(iter(pending)) & used:
         return frozenset()
+    if len(partial) == 1 < len(layouts) and "tp" in pending.pop():
+        # What a product makes of it would be needed by itself, too: scattered here, it is communicated once.
+        (layout,) = (layouts[i] for i in partial)
+        if any(_refinable(factor, splits) for dim in layout.dims for factor in dim):
+            return frozenset()
     return partial
 
 

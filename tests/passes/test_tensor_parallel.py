@@ -94,6 +94,19 @@ def test_hidden_units_and_heads_are_split() -> None:
     assert inner[:7] == [(12, 8), (12, 4), (12, 4), (8, 12), (12, 7), (12, 7), (7, 12)]
 
 
+def test_tokens_are_gathered_before_and_scattered_after_the_split_weights() -> None:
+    """One block has two pairs of split weights: each gathers and scatters once forward and once backward."""
+    for plan in (Plan(tp=2), Plan(tp=2, cp=2)):
+        program = ranks_of(plan, bias=True)[-1]
+        for graph in (program.forward, program.backward):
+            assert graph is not None
+            found = [program.collectives[node] for node in graph.graph.nodes if node in program.collectives]
+            kinds = [each.kind for each in found if "seq.tp" in each.why]
+            assert sorted(kinds) == ["all_gather"] * 2 + ["reduce_scatter"] * 2
+            tokens = [each for each in found if each.kind == "all_reduce" and each.group.startswith("reduce")]
+            assert all(each.sent <= 16 for each in tokens)  # the loss alone, of 8 bytes
+
+
 def test_a_weight_that_is_not_split_is_told() -> None:
     program = ranks_of(Plan(tp=4), heads=6, kv_heads=3)[0]
     notes = [note for note in program.notes if note.what == "replicated over tp: a weight"]
