@@ -11,7 +11,10 @@ Rows whose tests stand elsewhere, with others of their kind:
 15  recompiles: `padded_lengths_share_programs` and `each_signature_is_compiled_once` on ranks; that a message names
     what changed: tests/test_guards.py, `test_guards_see_changes_of_the_call`.
 18  checkpoints: test_checkpoints.py.
-12  gathers of weights: tests/passes/test_rematerialize.py.
+11  overlap that is off, or silently not happening: tests/passes/test_overlap.py, `test_row_11_…` and
+    `test_the_order_that_runs_is_the_order_planned`.
+12  gathers of weights: tests/passes/test_rematerialize.py, and in tests/passes/test_overlap.py
+    `test_only_the_order_changes_and_no_weight_is_gathered_again`.
 19  models side by side: test_one_device.py, `test_models_side_by_side`.
 20  sinks, dropout in attention: tests/passes/test_written_attention.py; Ulysses: tests/passes/test_heads.py.
 """
