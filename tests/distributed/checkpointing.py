@@ -114,7 +114,7 @@ def loaded(folder: Path, plan: Plan | None) -> dict[str, Tensor]:
     return whole_state(run)
 
 
-FOUR = Plan(dp=2, cp=2, shard=Shard(params=1, grads=2, optimizer=4))
+FOUR = Plan(dp=2, tp=2, shard=Shard(params=1, grads=2, optimizer=4))
 HSDP = Plan(dp=2, cp=2, shard=Shard(2, 2, 2))
 TWO = Plan(cp=2, shard=Shard(params=1, grads=2, optimizer=2))
 

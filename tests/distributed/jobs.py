@@ -30,6 +30,8 @@ class Job:
         degrees = f"dp{plan.dp}-cp{plan.cp}" if plan.dp > 1 else f"cp{plan.cp}"
         if plan.ulysses > 1:
             degrees += f"-ulysses{plan.ulysses}-{plan.placement}"
+        if plan.tp > 1:
+            degrees += f"-tp{plan.tp}"
         shard = f"shard{plan.shard_degrees.params}"
         return f"{self.function.__name__}-{case.model}-{case.batch}x{case.length}-{degrees}-{shard}-{self.backend}"
 
