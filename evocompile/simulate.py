@@ -118,11 +118,6 @@ def simulate_step(programs: Sequence[Program], rates: Rates) -> Timeline:
     return simulate([step_work(program, rates) for program in programs])
 
 
-def simulate_alone(program: Program, rates: Rates) -> Timeline:
-    """A step of one rank's program, as if all others kept its pace."""
-    return simulate([step_work(program, rates)], alone=program.rank)
-
-
 # --- events --------------------------------------------------------------------------------------------------------
 
 
