@@ -44,7 +44,7 @@ from .rules.base import label_sizes, operands_of, result_shapes
 from .rules.pointwise import RANDOM
 from .rules.routing import Routes, Splits, bags_of
 from .rules.solve import Solution, canonical, coarsened, forward, pull
-from .rules.views import VIEWS
+from .rules.views import VIEWS, in_parts
 from .rules.windows import window_pull, window_solution
 from .tensor_axes import tensor_layouts
 
@@ -150,7 +150,7 @@ def _solve(program: Program, node: fx.Node, layouts: list[Layout]) -> Solution:
     in_bags = any(bags_of(layout) for layout in layouts)
     if not in_bags and (windowed := window_solution(node, layouts, splits)) is not None:
         return windowed
-    dims = dims_of(node)
+    dims = (in_parts(node) if program.plan.tp > 1 else None) or dims_of(node)
     if dims is not None:
         solution, problems = forward(dims, label_sizes(dims, node), layouts, splits)
     else:

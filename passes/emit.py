@@ -16,7 +16,7 @@ from .rules.base import argument, normal_dim, operands_of
 from .rules.pointwise import NEW, RANDOM
 from .rules.routing import bags_of
 from .rules.solve import canonical
-from .rules.views import SQUEEZES, VIEWS
+from .rules.views import SQUEEZES, VIEWS, parts_of
 from .rules.windows import window_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -151,6 +151,12 @@ def _is_split(dim: Dim) -> bool:
 
 
 def _slice(builder: Builder, node: fx.Node, results: Any, layouts: Any, operands: list[fx.Node]) -> fx.Node:
+    part = parts_of(node)
+    if part is not None and len(layouts[0].dims[part[0]]) > 1 and _is_split(layouts[0].dims[part[0]]):
+        dim, size = part
+        count = builder.sharding.local_shape(results[0])[dim]
+        lo = (argument(node, 2, "start", 0) or 0) // size * count
+        return builder.call(aten.slice.Tensor, (operands[0], dim, lo, lo + count))
     window = window_of(node)
     if window is None or not _is_split(layouts[0].dims[window[0]]) or canonical(layouts[0]) == canonical(results[0]):
         return _same(builder, node, operands)
@@ -158,6 +164,14 @@ def _slice(builder: Builder, node: fx.Node, results: Any, layouts: Any, operands
     lo = _before(builder, layouts[0].dims[dim], offset)
     count = builder.sharding.local_shape(results[0])[dim]
     return builder.call(aten.slice.Tensor, (operands[0], dim, lo, lo + count))
+
+
+def _split(builder: Builder, node: fx.Node, results: Any, layouts: Any, operands: list[fx.Node]) -> fx.Node:
+    part = parts_of(node)
+    if part is None or not _is_split(layouts[0].dims[part[0]]):
+        return _same(builder, node, operands)
+    count = builder.sharding.local_shape(results[0])[part[0]]
+    return builder.call(aten.split.Tensor, (operands[0], count, part[0]))
 
 
 def _slice_scatter(builder: Builder, node: fx.Node, results: Any, layouts: Any, operands: list[fx.Node]) -> fx.Node:
@@ -224,6 +238,7 @@ _EMIT: dict[object, Emit] = {
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.slice.Tensor: _slice,
+    aten.split.Tensor: _split,
     aten.slice_scatter.default: _slice_scatter,
     aten.constant_pad_nd.default: _constant_pad,
     aten.select.int: _select,

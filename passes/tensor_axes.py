@@ -30,6 +30,7 @@ from .rules.attention import ATTENTION, call_of
 from .rules.base import label_sizes, operands_of, result_shapes, shape_of
 from .rules.contractions import RULES as CONTRACTIONS
 from .rules.routing import labels_of_grouped
+from .rules.views import in_parts
 
 aten = torch.ops.aten
 
@@ -264,7 +265,7 @@ class _Sweep:
         return self._by_rule(node, operands)
 
     def _by_rule(self, node: fx.Node, operands: list[list[Pieces]]) -> list[list[Pieces]]:
-        rule = dims_of(node)
+        rule = in_parts(node) or dims_of(node)
         if rule is None:
             every = [piece for dims in operands for dim in dims for piece in dim]
             self.roots.need_whole(every, f"{node.target} has no sharding rule", node)

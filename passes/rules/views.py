@@ -146,6 +146,43 @@ def cat(node: fx.Node) -> Dims:
     )
 
 
+def parts_of(node: fx.Node) -> tuple[int, int] | None:
+    """(dim, size) of a slice or split into equal parts of a dim, each starting at a multiple of its size."""
+    if node.target not in (aten.slice.Tensor, aten.split.Tensor):
+        return None
+    source, results = shape_of(operands_of(node)[0]), result_shapes(node)
+    position = 1 if node.target == aten.slice.Tensor else 2
+    dim = normal_dim(argument(node, position, "dim", 0), len(source))
+    sizes = {shape[dim] for shape in results if shape is not None}
+    start = argument(node, 2, "start", 0) or 0 if position == 1 else 0
+    step = argument(node, 4, "step", 1) if position == 1 else 1
+    if len(sizes) != 1 or step != 1 or start < 0 or min(size := sizes.pop(), source[dim]) < 2:
+        return None
+    return None if size == source[dim] or source[dim] % size or start % size else (dim, size)
+
+
+def in_parts(node: fx.Node) -> Dims | None:
+    """Cutting a dim into equal parts, as a fused (q, k, v) is, or joining such: the dim is (part, position in it), so
+    that the positions can be split. None for everything else."""
+    shapes = [shape_of(operand) for operand in operands_of(node)]
+    if node.target == aten.cat.default and len(set(shapes)) == 1 < len(shapes):
+        dim, count = normal_dim(argument(node, 1, "dim", 0), len(shapes[0])), len(shapes)
+        size = shapes[0][dim]
+    elif (part := parts_of(node)) is not None:
+        (dim, size), count = part, 0
+    else:
+        return None
+    kept = numbered("d", len(shapes[0]))
+    whole = (*kept[:dim], ("parts", "part"), *kept[dim + 1 :])
+    one = (*kept[:dim], ("part",), *kept[dim + 1 :])
+    sizes = {"parts": count or shapes[0][dim] // size, "part": size}
+    if count:
+        every = frozenset(range(count))
+        return Dims((one,) * count, (whole,), whole=frozenset({"parts"}), linear=(every,), sizes=sizes)
+    results = (one,) * len(result_shapes(node))
+    return Dims((whole,), results, whole=frozenset({"parts"}), linear=_FIRST, sizes=sizes)
+
+
 def slice_scatter(node: fx.Node) -> Dims:
     rank = len(shape_of(node))
     dim = normal_dim(argument(node, 2, "dim", 0), rank)

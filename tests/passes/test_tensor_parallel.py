@@ -11,6 +11,7 @@ from evocompile.errors import PlanError
 from evocompile.plan import Plan, Shard
 from evocompile.program import Program
 from tests.equality import assert_equals_one_device
+from tests.models import zoo
 
 WIDTH, VOCABULARY = 12, 19
 
@@ -105,6 +106,33 @@ def test_tokens_are_gathered_before_and_scattered_after_the_split_weights() -> N
             assert sorted(kinds) == ["all_gather"] * 2 + ["reduce_scatter"] * 2
             tokens = [each for each in found if each.kind == "all_reduce" and each.group.startswith("reduce")]
             assert all(each.sent <= 16 for each in tokens)  # the loss alone, of 8 bytes
+
+
+def test_a_fused_product_of_queries_keys_and_values_is_split_by_heads() -> None:
+    """Its weight holds three times all heads: a rank has its own heads of each, one or two of three."""
+    torch.manual_seed(0)
+    ids, labels = torch.randint(0, zoo.VOCABULARY, (2, 2, 9))
+    model = First(zoo.PlainGPT(layers=1).double())
+    programs = assert_equals_one_device(model, {"input_ids": ids, "labels": labels}, Plan(tp=2))
+    for program, heads in zip(programs, (1, 2), strict=True):
+        assert program.forward is not None
+        products = program.forward.graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.default)
+        shapes = [tuple(each.args[2].meta["val"].shape) for each in products]
+        assert shapes == [(24, 3 * heads * 8), (heads * 8, 24), (24, 48), (48, 24)]
+        # what is left: the embeddings of tokens, tied to the head, and of positions
+        whole = [note.bytes for note in program.notes if note.what == "replicated over tp: a weight"]
+        assert whole == [(67 + 128) * 24 * 8]
+
+
+class First(nn.Module):
+    """The loss alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.model(input_ids, labels)[0]
 
 
 def test_a_weight_that_is_not_split_is_told() -> None:
