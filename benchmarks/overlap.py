@@ -20,6 +20,7 @@ import functools
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -279,7 +280,11 @@ def launch(world: int, names: list[str], options: argparse.Namespace) -> list[di
             command = ["ip", "netns", "exec", namespace, sys.executable, __file__, "--virtual", "--rate", options.rate]
             command += ["--repeats", str(options.repeats), "--result", str(result), "--cases", *names]
             processes.append(subprocess.Popen(command, env=environment))
-        codes = [process.wait() for process in processes]
+        try:
+            codes = [process.wait() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
         if any(codes):
             raise SystemExit(f"ranks ended with {codes}")
         return json.loads(result.read_text())
@@ -293,6 +298,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=[case.name for case in CASES])
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # given to the ranks
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # so that the network is taken down
     unit = options.rate[-4:]
     if options.result is not None:
         worker(options.cases, 0.95 * float(options.rate[:-4]) * BITS[unit] / 8, options.repeats, options.result)
