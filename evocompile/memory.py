@@ -32,6 +32,7 @@ from .passes.micro_batches import is_copied
 from .program import InputKind, OutputKind, Program, nbytes, output_values, placeholders, source_line
 from .segments import Segment, Step, cut
 from .shards import shard_shape
+from .workspace import Workspaces
 
 PARAMETERS = "parameters"
 COPIES = "copies of parameters"
@@ -253,6 +254,7 @@ class _Walk:
 
     def __init__(self, fused: bool) -> None:
         self._fused = fused
+        self._workspaces = Workspaces()
         self._events: list[tuple[_Storage, int]] = []  # allocated (1), freed (-1), now held by communications alone (0)
         self._moments: list[tuple[str, str, int, fx.Node | None, int]] = []  # … bytes, node, events before
         self._now = 0
@@ -336,7 +338,7 @@ class _Walk:
             self.hold([values[node]])
             if is_start(node):
                 in_flight[node] = self._put_on_wire(node, values)
-            self.note(name, node.name, node, _of_loop(node.target) if isinstance(node.target, RowLoop) else 0)
+            self.note(name, node.name, node, self._workspace(node))
             if is_wait(node):
                 self._take_off_wire(in_flight.pop(node.args[0]))  # type: ignore[arg-type]
             over = [each for each in dict.fromkeys((*node.all_input_nodes, node)) if last_use[each] == i]
@@ -356,6 +358,9 @@ class _Walk:
         for each in read:
             each.wires -= 1
         self.drop(read)
+
+    def _workspace(self, node: fx.Node) -> int:
+        return _of_loop(node.target) if isinstance(node.target, RowLoop) else self._workspaces.of(node)
 
     def memory(self) -> Memory:
         at = max(range(len(self._moments)), key=lambda i: self._moments[i][2])

@@ -262,10 +262,10 @@ class ParallelCall(NotCopied):
 
     def _agreed_programs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], parts: Parts | None, progress: Progress
-    ) -> tuple[Captured, list[Program], Memory]:
+    ) -> tuple[Captured, list[Program], Callable[[], Memory]]:
         """Capture and passes on this rank, for each micro-batch, and the proof that all ranks' programs run together.
 
-        And the memory of a step, which fits.
+        And what tells the memory of a step, which fits.
 
         A rank that fails here still comes to the meeting, so that the others hear of it instead of waiting.
         """
@@ -286,7 +286,10 @@ class ParallelCall(NotCopied):
             with dispatch.use(self.options.attention_backend):
                 for program in programs:
                     check_backends(program)
-            memory = self._memory(programs)
+            memory = functools.cache(functools.partial(self._memory, programs))
+            limit = self._limit()
+            if limit is not None:
+                check_fits(memory(), limit, self.rank)
             events = step_events(programs)
         except Exception as error:
             failure, events = error, []
@@ -310,16 +313,18 @@ class ParallelCall(NotCopied):
         return captured, programs, memory
 
     def _memory(self, programs: Sequence[Program]) -> Memory:
-        """What a step takes on this rank. Raises PlanError where that is more than it may."""
+        """What a step takes on this rank."""
         optimizers = self.model.watch.optimizers() if programs[0].backward is not None else []
         states = max(map(states_of, optimizers), default=ADAM)
-        memory = step_memory(programs, states=states, fused=self.options.backend == "inductor")
+        with dispatch.use(self.options.attention_backend):
+            return step_memory(programs, states=states, fused=self.options.backend == "inductor")
+
+    def _limit(self) -> int | None:
+        """The bytes that a step may take."""
         limit = self.options.memory
         if limit is None and self.model.device.type == "cuda":
             limit = torch.cuda.get_device_properties(self.model.device).total_memory
-        if limit is not None:
-            check_fits(memory, limit, self.rank)
-        return memory
+        return limit
 
     def _warn_of_stale_optimizer(self) -> None:
         finding = self.model.watch.finding()

@@ -44,7 +44,7 @@ class Variant:
     others: the same for the step's further micro-batches, where the plan has several.
     states: what the model's programs share: copies of parameters, accumulated gradients.
     number: counts the model's programs; equal on all ranks.
-    memory: of a step on this rank.
+    memory: tells that of a step on this rank.
     signature, parts: what all ranks passed, and how it makes a batch, where the batch arrives in parts.
     """
 
@@ -62,7 +62,7 @@ class Variant:
         signature: Signature,
         parts: Parts | None,
         attention_backend: str | None,
-        memory: Memory,
+        memory: Callable[[], Memory],
         others: Sequence[Variant] = (),
     ) -> None:
         self.number = number
@@ -74,7 +74,7 @@ class Variant:
         self.signature = signature
         self.parts = parts
         self.attention_backend = attention_backend
-        self.memory = memory
+        self._memory = memory
         self.users = program.outputs_of(OutputKind.USER)
         self._assemblies = assemblies
         self._communicators = communicators
@@ -99,6 +99,11 @@ class Variant:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._call(args, kwargs)
+
+    @property
+    def memory(self) -> Memory:
+        """Of a step on this rank."""
+        return self._memory()
 
     def _run(self, *flat: Tensor) -> list[Any]:
         """The tensor operations of the forward: flat inputs of the program to flat user outputs."""

@@ -49,3 +49,8 @@ def _band(lower: int | None, upper: int | None, offset: int, rows: int, columns:
     if lower is not None:
         keep = keep.triu(lower + 1 - offset)
     return keep
+
+
+def forget_bands() -> None:
+    """The masks that are kept are made anew when they are needed again."""
+    _band.cache_clear()
