@@ -131,6 +131,8 @@ def step_memory(programs: Sequence[Program], *, states: float = ADAM, fused: boo
             gradients = _run_backward(walk, program, saved)
             left = walk.added(left, gradients)
         walk.drop(outputs)
+    if programs[0].micro is not None and left:
+        _deliver(walk, programs[0], left)
     walk.note("optimizer", "step")
     return walk.memory()
 
@@ -219,6 +221,18 @@ def _way_out(term: str) -> str:
     if term == SAVED:
         return "Compute more again in backward, Plan(recompute='attention') or 'full', or split the sequence further"
     return "Split the sequence over more ranks (cp, ulysses), or the batch (dp, microbatches)"
+
+
+def _deliver(walk: _Walk, program: Program, left: list[_Value]) -> None:
+    """The gradients of several micro-batches, over G, become those of the optimizer, one after the other."""
+    degree = program.plan.shard_degrees.optimizer
+    types = {each.name: each.state_dtype for each in program.inputs_of(InputKind.PARAMETER)}
+    for value, each in zip(left, program.outputs_of(OutputKind.GRADIENT), strict=True):
+        if value is not None:
+            elements = math.prod(shard_shape(each.shape, degree, degree, program.rank))
+            walk.hold([_Storage(elements * types[each.name].itemsize, GRADIENTS, f"gradient of {each.name}")])
+            walk.note("gradients", each.name)
+            walk.drop([value])
 
 
 # --- walking -------------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ tangent of one; the loss being a scalar, the gradients need only be scaled when 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from .collectives import Communicators
 from .mesh import group_ranks
+from .torch_private import take_saved_tensors
 
 if TYPE_CHECKING:
     from .variant import Variant
@@ -39,7 +40,7 @@ class _Call:
     flat: Sequence[Tensor]
     communicators: Communicators
     synchronise: bool
-    left: Sequence[Tensor | None] = ()
+    left: list[Tensor | None] = field(default_factory=list)
 
     def run(self) -> Tensor:
         losses = []
@@ -48,7 +49,10 @@ class _Call:
             losses.append(loss)
             if variant.program.backward is not None:
                 left = variant.run_inner(saved, [torch.ones_like(loss)], loss.device.type)
-                self.left = [_sum(*each) for each in zip(self.left, left, strict=True)] if self.left else left
+                if self.left:
+                    _add(self.left, left)
+                else:
+                    self.left = left
         total = torch.stack(losses).sum(0)
         micro = self.variants[0].program.micro
         assert micro is not None
@@ -57,8 +61,25 @@ class _Call:
         return total
 
 
-def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    return second if first is None else first if second is None else first + second
+def _add(totals: list[Tensor | None], values: list[Tensor | None]) -> None:
+    """Adds to the totals, one after the other, so that at most one is held twice; `values` is emptied."""
+    values.reverse()
+    for i in range(len(totals)):
+        value = values.pop()
+        if value is not None:
+            earlier, totals[i] = totals[i], None
+            totals[i] = value if earlier is None else earlier + value
+
+
+def _scaled(gradients: list[Tensor], received: Sequence[bool], tangent: Tensor) -> Iterator[Tensor | None]:
+    """The gradients for a tangent, one after the other, None where there is none; `gradients` is emptied."""
+    gradients.reverse()
+    for is_there in received:
+        if is_there:
+            gradient = gradients.pop()
+            yield gradient * tangent.to(gradient.dtype)
+        else:
+            yield None
 
 
 class _MicroStep(torch.autograd.Function):
@@ -67,13 +88,17 @@ class _MicroStep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *parameters: Tensor) -> Tensor:
         ctx.call, ctx.parameters = call, parameters
-        return call.run()
+        total = call.run()
+        ctx.received = [each is not None for each in call.left]
+        ctx.save_for_backward(*(each for each in call.left if each is not None))
+        call.left.clear()
+        return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, tangent: Tensor) -> tuple[Any, ...]:
         call, states = ctx.call, ctx.call.variants[0].states
-        scaled = [None if each is None else each * tangent.to(each.dtype) for each in call.left]
+        scaled = _scaled(take_saved_tensors(ctx), ctx.received, tangent)
         if call.synchronise:
             gradients = states.deliver(ctx.parameters, scaled, call.communicators)
             call.variants[0].watch.backward_ran()
@@ -81,4 +106,4 @@ class _MicroStep(torch.autograd.Function):
         for parameter, value in zip(ctx.parameters, scaled, strict=True):
             if value is not None:
                 states.accumulate(parameter, value)
-        return (None, *[None] * len(scaled))
+        return (None, *[None] * len(ctx.parameters))

@@ -164,7 +164,7 @@ class States(NotCopied):
             del self._accumulated[parameter]
 
     def deliver(
-        self, parameters: Sequence[Tensor], values: Sequence[Tensor | None], communicators: Communicators
+        self, parameters: Sequence[Tensor], values: Iterable[Tensor | None], communicators: Communicators
     ) -> list[Tensor | None]:
         """Gradients on the optimizer's shards from values over G, with what was accumulated; the copies are stale."""
         gradients: list[Tensor | None] = []
