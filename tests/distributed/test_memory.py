@@ -63,6 +63,6 @@ def job() -> tuple[list[tuple[int, int]], Any]:
 def test_predicted_is_measured_and_what_does_not_fit_is_refused() -> None:
     for rank, (found, too_much) in enumerate(run_ranks(job, 2)):
         for (case, plan), (predicted, measured) in zip(CASES, found, strict=True):
-            assert abs(predicted - measured) < 0.01 * measured, (case, plan, rank, predicted, measured)
+            assert abs(predicted - measured) < 0.03 * measured, (case, plan, rank, predicted, measured)
         message, built = too_much
         assert "which may use 100,000" in message and not built

@@ -13,8 +13,9 @@ Rows whose tests stand elsewhere, with others of their kind:
 18  checkpoints: test_checkpoints.py.
 11  overlap that is off, or silently not happening: tests/passes/test_overlap.py, `test_row_11_…` and
     `test_the_order_that_runs_is_the_order_planned`.
-12  gathers of weights: tests/passes/test_rematerialize.py, and in tests/passes/test_overlap.py
-    `test_only_the_order_changes_and_no_weight_is_gathered_again`.
+12  gathers of weights: tests/passes/test_rematerialize.py, test_recompute.py where only some layers compute again, and
+    in tests/passes/test_overlap.py `test_only_the_order_changes_and_no_weight_is_gathered_again`.
+16  memory known before it runs: tests/test_memory.py, `test_it_is_known_without_the_memory`.
 19  models side by side: test_one_device.py, `test_models_side_by_side`.
 20  sinks, dropout in attention: tests/passes/test_written_attention.py; Ulysses: tests/passes/test_heads.py.
 """
