@@ -1,10 +1,12 @@
 """evocompile: compile an unmodified PyTorch model for training on many devices at very long context."""
 
 from .checkpoint import Checkpoints
+from .cluster import Cluster
 from .errors import (
     CaptureError,
     DeadlockError,
     EvocompileError,
+    InfeasibleError,
     InputError,
     KernelError,
     MaskError,
@@ -24,13 +26,16 @@ from .integrations import adapt  # isort: skip
 from .materialize import materialize  # isort: skip
 from .parallelize import compile, parallelize  # isort: skip
 from .passes.rules.custom import register_sharding_rule  # isort: skip
+from .search import search  # isort: skip
 from .unsharded import unsharded  # isort: skip
 
 __all__ = [
     "CaptureError",
     "Checkpoints",
+    "Cluster",
     "DeadlockError",
     "EvocompileError",
+    "InfeasibleError",
     "InputError",
     "KernelError",
     "MaskError",
@@ -48,5 +53,6 @@ __all__ = [
     "pad_batch",
     "parallelize",
     "register_sharding_rule",
+    "search",
     "unsharded",
 ]

@@ -1,10 +1,11 @@
-"""The command line: `evocompile demo | inspect | doctor`."""
+"""The command line: `evocompile demo | plan | inspect | doctor`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import inspect as python_inspect
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -73,6 +74,28 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--stage", metavar="NAME", help="only the graph after this pass")
     inspect.set_defaults(run=_inspect)
 
+    plan = commands.add_parser(
+        "plan",
+        help="find the fastest plan for a cluster",
+        description="Searches all plans for a model on a cluster that need not exist: no GPU, no process group, no "
+        "memory for the weights.",
+    )
+    plan.add_argument(
+        "--model",
+        required=True,
+        metavar="MODULE:FACTORY|CONFIG",
+        help="as for inspect, or a config file of transformers (JSON, with its model_type)",
+    )
+    plan.add_argument("--cluster", default="dgx-a100-80g", metavar="NAME|FILE", help="default: %(default)s")
+    plan.add_argument("--nodes", type=_positive, help="number of nodes (default: the cluster's, 1 for a name)")
+    plan.add_argument("--devices", type=_positive, help="devices of a node, if others than the cluster's")
+    plan.add_argument("--batch", type=_positive, default=8, help="rows (default: %(default)s)")
+    plan.add_argument("--seq", type=_positive, default=4096, help="length of a row (default: %(default)s)")
+    plan.add_argument("--precision", default="bf16", help="type of the computation (default: %(default)s)")
+    plan.add_argument("--json", action="store_true", help="everything that was found, as JSON")
+    plan.add_argument("--html", metavar="FILE", help="also write it as a page")
+    plan.set_defaults(run=_search)
+
     doctor = commands.add_parser("doctor", help="say what of this machine and its installation matters")
     doctor.set_defaults(run=_doctor)
     return parser
@@ -131,19 +154,65 @@ def _inspect(options: argparse.Namespace) -> int:
     return 0
 
 
-def _model_and_inputs(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
+def _search(options: argparse.Namespace) -> int:
+    from dataclasses import replace
+    from pathlib import Path
+
+    from .cluster import PRESETS, Cluster
+    from .search import search
+    from .search_report import as_dict, as_html
+
+    named = options.cluster in PRESETS or not Path(options.cluster).exists()
+    cluster = Cluster(options.cluster) if named else Cluster.from_file(options.cluster)
+    cluster = replace(cluster, nodes=options.nodes or cluster.nodes, devices=options.devices or cluster.devices)
+    model, inputs = _call_to_plan(options.model, options.batch, options.seq)
+    found = search(model, inputs, cluster, precision=options.precision)
+    if options.html:
+        Path(options.html).write_text(as_html(found))
+    print(json.dumps(as_dict(found)) if options.json else found)
+    return 0
+
+
+def _call_to_plan(name: str, batch: int, seq: int) -> tuple[nn.Module, dict[str, Any]]:
+    """The model on meta, from a factory or from a config of transformers, and a call of it."""
     import torch
 
+    with torch.device("meta"):
+        made = _of_config(name) if os.path.isfile(name) else _factory(name)()
+        return _with_call(made, batch, seq)
+
+
+def _of_config(path: str) -> nn.Module:
+    from .demo import require_transformers
+
+    require_transformers()
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with open(path) as file:
+            fields = json.load(file)
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    except (ValueError, KeyError, TypeError) as error:
+        raise PlanError(f"--model {path} is no config of a causal language model of transformers: {error}") from error
+
+
+def _model_and_inputs(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Any]]:
     if options.demo_model:
         from . import demo, demo_model
 
         demo.require_transformers()
         return demo_model.build(0), demo_model.batch(0, 0, options.batch, options.seq)
-    made = _factory(options.model)()
+    return _with_call(_factory(options.model)(), options.batch, options.seq)
+
+
+def _with_call(made: Any, batch: int, seq: int) -> tuple[nn.Module, dict[str, Any]]:
+    """A factory's model, with the call that it gave or one of ids and labels."""
+    import torch
+
     if isinstance(made, tuple):
         model, inputs = made
         return model, dict(inputs)
-    ids = torch.zeros(options.batch, options.seq, dtype=torch.int64)
+    ids = torch.zeros(batch, seq, dtype=torch.int64)
     takes_labels = "labels" in python_inspect.signature(made.forward).parameters
     return made, {"input_ids": ids, "labels": ids.clone()} if takes_labels else {"input_ids": ids}
 

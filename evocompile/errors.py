@@ -39,3 +39,7 @@ class DeadlockError(EvocompileError, RuntimeError):
 
 class VerificationError(EvocompileError, RuntimeError):
     """A pass broke an invariant of the program. This is a defect of evocompile, never of the model."""
+
+
+class InfeasibleError(PlanError):
+    """No plan fits the cluster. The message says what is short, by how much, and the nearest plan that fits."""

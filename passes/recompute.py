@@ -34,7 +34,7 @@ from .rules.pointwise import RANDOM
 from .rules.views import SQUEEZES, VIEWS
 
 aten = torch.ops.aten
-_ALIASES = {
+ALIASES = {
     *VIEWS,
     *SQUEEZES,
     *(aten.permute.default, aten.transpose.int, aten.t.default, aten.unsqueeze.default, aten.expand.default),
@@ -120,7 +120,7 @@ class Forward:
         """For each node the one that owns its memory."""
         roots: dict[fx.Node, fx.Node] = {}
         for node in self.nodes:
-            source = node.args[0] if node.target in _ALIASES else None
+            source = node.args[0] if node.target in ALIASES else None
             roots[node] = roots.get(source, source) if isinstance(source, fx.Node) else node
         return roots
 

@@ -83,10 +83,12 @@ def assert_same_state(before: dict[str, torch.Tensor], module: nn.Module) -> Non
     assert all(before[name] is after[name] for name in before)
 
 
-def llama(tied: bool, **options: Any) -> nn.Module:
+def llama(tied: bool, layers: int = 2, **options: Any) -> nn.Module:
     import transformers
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = transformers.LlamaConfig(num_hidden_layers=2, vocab_size=64, tie_word_embeddings=tied, **sizes, **options)
+    config = transformers.LlamaConfig(
+        num_hidden_layers=layers, vocab_size=64, tie_word_embeddings=tied, **sizes, **options
+    )
     return transformers.LlamaForCausalLM(config).double()

@@ -1,0 +1,161 @@
+"""Predicted costs against what is counted in the graphs of small models, plan by plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from evocompile.accounting import held
+from evocompile.capture import capture
+from evocompile.cluster import Cluster
+from evocompile.costs import Costs
+from evocompile.evaluate import Evaluator, degrees_of
+from evocompile.fold import Folded, ends, fold, keys, repeating
+from evocompile.graph_costs import SPLIT, WHOLE, Amount, count
+from evocompile.pipeline import run_passes
+from evocompile.plan import Plan, Shard
+from evocompile.precision import Precision
+from evocompile.predicted import sent_by_purpose
+from evocompile.program import Program
+from tests.captured_model import llama
+
+BATCH, LENGTH = 4, 16
+PRECISION = Precision.of("bf16")
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    ids = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def loss(model: nn.Module, **batch: Any) -> torch.Tensor:
+    return model(**batch).loss
+
+
+@cache
+def folded() -> Folded:
+    model = llama(tied=False).float()
+    return fold(model, (), inputs(), PRECISION, lambda **batch: loss(model, **batch))
+
+
+@cache
+def counted(plan: Plan, rank: int) -> Program:
+    return run_passes(folded().program, plan, rank)
+
+
+def evaluator(costs: Costs) -> Evaluator:
+    return Evaluator(costs, Cluster("cpu-gloo"), BATCH, LENGTH)
+
+
+def by_purpose(program: Program) -> dict[str, int]:
+    """Bytes sent in a step, as `sent_by_purpose` names them; of micro-batches, as often as each runs."""
+    parts = program.micro.plan.microbatches if program.micro else 1
+    forward, backward = program.forward, program.backward
+    steps = [program.first or forward, *[forward] * (parts - 1)]
+    steps += [backward] if parts == 1 else [*[program.inner or backward] * (parts - 1), program.last or backward]
+    total: Counter[str] = Counter()
+    for module in steps:
+        assert module is not None
+        for node in module.graph.nodes:
+            if node in program.collectives:
+                purpose = program.collectives[node].group.split(":")[0]
+                total[purpose.removesuffix(".backward")] += program.collectives[node].sent
+    return {name: bytes_ for name, bytes_ in total.items() if bytes_}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(dp=2, cp=2),
+        Plan(cp=4, attention="ring", shard=Shard(1, 2, 4)),
+        Plan(cp=4, attention="balanced", recompute="attention", shard=Shard(2, 2, 4)),
+        Plan(ulysses=2, cp=2, recompute="full", shard=Shard(1, 1, 2)),
+        Plan(ulysses=2, dp=2, shard=Shard(1, 1, 1)),
+        Plan(dp=2, cp=2, ulysses=2, placement="context-first", shard=Shard(2, 4, 8)),
+        Plan(dp=2, cp=2, microbatches=2, shard=Shard(2, 2, 4)),
+        Plan(cp=4, recompute="full", recompute_layers=0.5),
+    ],
+    ids=str,
+)
+def test_predicted_bytes_are_the_counted_ones(plan: Plan) -> None:
+    costs = Costs(folded())
+    for rank in range(plan.world):
+        assert sent_by_purpose(costs, plan, rank) == by_purpose(counted(plan, rank))
+
+
+def test_states_are_those_of_the_account() -> None:
+    costs, plan = Costs(folded()), Plan(cp=4, shard=Shard(1, 2, 4))
+    account = {each.what: each.bytes for each in held(counted(plan, 0))}
+    terms = evaluator(costs).held(degrees_of([plan]), "none", np.zeros(1))
+    assert terms["parameters to compute with"][0] == account["parameters to compute with"]
+    assert terms["gradients of micro-batches"][0] == account["gradients of micro-batches"]
+    assert terms["optimizer"][0] == sum(bytes_ for what, bytes_ in account.items() if what.startswith("optimizer"))
+
+
+def test_folded_layers_cost_what_all_of_them_do() -> None:
+    """Five layers from two and three, against five."""
+    model = llama(tied=True, layers=5).float()
+    found = fold(model, (), inputs(), PRECISION)
+    assert (found.layers, found.captured, found.period) == (5, 2, 1)
+    assert len(model.model.layers) == 5
+    whole = count(capture(model.forward, model, (), inputs(), precision=PRECISION).program)
+    for mode, counts in found.counts.items():
+        assert counts == whole[mode]
+
+
+def test_a_period_of_layers_is_found() -> None:
+    """Two kinds of layers in turns behind one that is like none of them."""
+    kinds = [3, *[1, 2] * 4]
+    model = nn.Sequential()
+    model.layers = nn.ModuleList([nn.Linear(4, width) for width in kinds])
+    (layers,) = repeating(model).values()
+    assert ends(keys(layers)) == (1, 2)
+
+
+def test_a_model_that_counts_its_layers_is_captured_whole() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(6)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for i in range(6):
+                x = self.layers[i](x)
+            return x.sum()
+
+    found = fold(Counting(), (torch.zeros(2, 4),), {})
+    assert found.repeated is None
+    assert found.counts["none"].forward == {"float32": Amount({(SPLIT, WHOLE): 6 * 2 * 16})}
+
+
+def test_products_are_those_of_the_formula() -> None:
+    """2 FLOPs for each weight of a product and token forward, twice that backward; attention by its pairs."""
+    costs = Costs(folded())
+    weights = 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64) + 64 * 32
+    none = costs.counts("none")
+    assert none.forward["bfloat16"] == {(SPLIT, SPLIT): 2 * weights}
+    assert none.backward["bfloat16"] == {(SPLIT, SPLIT): 4 * weights}
+    assert costs.pairs(LENGTH) == {"N0": LENGTH * (LENGTH + 1) / 2}
+    (kind,) = costs.kinds
+    assert (kind.heads, kind.kv_heads, kind.dim) == (4, 2, 8)
+
+
+def test_costs_can_be_printed() -> None:
+    costs = Costs(folded())
+    assert str(costs.sent("none", "zigzag")["ulysses"])
+    assert {str(each) for each in costs.seconds("none", "zigzag")["attention"].free_symbols} >= {"B", "N0", "cp", "dp"}
+
+
+def test_recomputation_keeps_what_it_says() -> None:
+    """Full keeps a layer's residual: BSD elements of 2 bytes. Attention also keeps out and the log-sum-exp."""
+    model = llama(tied=True, layers=5).float()
+    repeated = fold(model, (), inputs(), PRECISION).repeated
+    assert repeated is not None
+    assert repeated["full"].saved == {(SPLIT, SPLIT): 2 * 32}
+    assert repeated["attention"].saved == {(SPLIT, SPLIT): 2 * 32 + 2 * 32 + 4 * 4}
