@@ -133,11 +133,11 @@ class Costs:
         own_copy = self._elements(lambda p: p.itemsize if p.itemsize != p.held else 0)
         same_type = self._elements(lambda p: p.itemsize if p.itemsize == p.held else 0)
         return {
-            "parameters to compute with": (own_copy + Piecewise((0, sympy.Eq(P, O)), (same_type, True))) / P / tp,
-            "gradients of micro-batches": self._elements(lambda p: p.accumulated * p.trained) / G / tp,
-            "optimizer": self._elements(lambda p: p.held * (1 + (self.states + 1) * p.trained)) / O / tp,
+            "parameters to compute with": (own_copy + Piecewise((0, sympy.Eq(P, O)), (same_type, True))) / P,
+            "gradients of micro-batches": self._elements(lambda p: p.accumulated * p.trained) / G,
+            "optimizer": self._elements(lambda p: p.held * (1 + (self.states + 1) * p.trained)) / O,
             "activations": self._interpolated(none.peak, counts.peak) / tp,
-            "gathered, and one gradient": largest * (P - 1) / P / tp,
+            "gathered, and one gradient": largest * (P - 1) / P,
         }
 
     def _interpolated(self, none: Amount, mode: Amount) -> Expr:
@@ -159,14 +159,14 @@ class Costs:
     @cache  # noqa: B019
     def sent(self, mode: str, schedule: str) -> Exprs:
         """Bytes that a rank sends in a step, by the purpose of the group; of attention's blocks, the rank with most."""
-        replicas = dp * cp * u
-        reduced = self._elements(lambda p: p.reduced * p.trained) / tp
+        replicas = dp * cp * u * tp
+        reduced = self._elements(lambda p: p.reduced * p.trained)
         scalars = self._without_dims(lambda p: p.reduced * p.trained)
         forward, backward, again = (self._blocks(schedule, part) for part in (0, 1, 2))
         return {
-            "params": k * self._gathered(mode) / tp * (P - 1) / P,
+            "params": k * self._gathered(mode) * (P - 1) / P,
             "grads": k * reduced * (G - 1) / G,
-            "refresh": self._elements(lambda p: p.itemsize) / tp * (O - P) / (P * O),
+            "refresh": self._elements(lambda p: p.itemsize) * (O - P) / (P * O),
             "grads_on": reduced * (O - G) / (G * O),
             "grads_copies": 2 * (reduced / replicas * (replicas / O - 1) + scalars * (replicas - 1) / replicas),
             "cp": k * (forward + r * self._again(mode) * again),
@@ -255,7 +255,7 @@ class Costs:
         forward = sent["cp"] / of_group("V", "cp") + messages
         backward = sent["cp, backward"] / of_group("V", "cp") + 2 * messages
         part = 1 - 1 / (_steps(schedule) + 1)  # of attention's steps, those during which blocks are under way
-        optimizer = self._elements(lambda p: p.held * p.trained * (3 + 2 * self.states)) / O / tp
+        optimizer = self._elements(lambda p: p.held * p.trained * (3 + 2 * self.states)) / O
         return {
             "products": products,
             "attention": sum(attention.values(), Integer(0)),

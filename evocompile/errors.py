@@ -1,5 +1,12 @@
 """The errors that a user can meet. Each says where, why, and what to change."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
 
 class EvocompileError(Exception):
     """Base class of every error that evocompile raises on purpose."""
@@ -42,4 +49,11 @@ class VerificationError(EvocompileError, RuntimeError):
 
 
 class InfeasibleError(PlanError):
-    """No plan fits the cluster. The message says what is short, by how much, and the nearest plan that fits."""
+    """No plan fits the cluster. The message says what is short, by how much, and the nearest plan that fits.
+
+    leanest: the plan that needs least memory, where there is one at all.
+    """
+
+    def __init__(self, message: str, leanest: Plan | None = None) -> None:
+        super().__init__(message)
+        self.leanest = leanest

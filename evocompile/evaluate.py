@@ -86,22 +86,22 @@ class Evaluator:
         return found
 
     def _groups(self, plans: Degrees) -> dict[str, Group]:
-        near = plans.tp  # ranks of one replica's shards of the model are neighbours
-        replicas = plans.dp * plans.cp * plans.u
+        near, ones = plans.tp, np.ones_like(plans.tp)  # ranks of tp are neighbours
+        replicas = plans.dp * plans.cp * plans.u * plans.tp
         cp_stride = np.where(plans.head_first, plans.u, 1) * near
         u_stride = np.where(plans.head_first, 1, plans.cp) * near
         found = {
             name: group(self.cluster, ranks, stride)
             for name, ranks, stride in (
-                ("params", plans.P, near),
-                ("grads", plans.G, near),
-                ("refresh", plans.O / plans.P, plans.P * near),
-                ("grads_on", plans.O / plans.G, plans.G * near),
-                ("grads_copies", replicas / plans.O, plans.O * near),
+                ("params", plans.P, ones),
+                ("grads", plans.G, ones),
+                ("refresh", plans.O / plans.P, plans.P),
+                ("grads_on", plans.O / plans.G, plans.G),
+                ("grads_copies", replicas / plans.O, plans.O),
                 ("cp", plans.cp, cp_stride),
                 ("ulysses", plans.u, u_stride),
-                ("tp", plans.tp, np.ones_like(near)),
-                ("reduce", replicas, near),
+                ("tp", plans.tp, ones),
+                ("reduce", replicas / near, near),
             )
         }
         windows = plans.cp / plans.inner

@@ -74,6 +74,11 @@ def fold(
     return Folded(count(program), None, depth, depth, 0, program, *_sizes(program))
 
 
+def whole(program: Program) -> Folded:
+    """The counts of a call that is captured already, with all its layers."""
+    return Folded(count(program), None, 0, 0, 0, program, *_sizes(program))
+
+
 def _folded(small: Program, larger: Program, depth: int, few: int, period: int) -> Folded:
     base, more = count(small), count(larger)
     repeated = {mode: more[mode].plus(base[mode], -1) for mode in base}

@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from .auto import Search, check_cluster
 from .classes import parallel_class
+from .cluster import Cluster
 from .errors import PlanError, StateError
 from .kernels.dispatch import check_name
 from .meeting import group_device, meet
@@ -32,7 +34,7 @@ def parallelize(
     example_inputs: Any = None,
     model: nn.Module | None = None,
     optimizer: Optimizer | None = None,
-    cluster: Any = None,
+    cluster: Cluster | None = None,
     inputs: Literal["global", "local"] = "global",
     precision: Precision | torch.dtype | str | None = None,
     backend: Backend = "inductor",
@@ -56,8 +58,8 @@ def parallelize(
     Every rank calls it with the same model, and then calls the model. Weights on `meta` get their memory and values
     between the two: see `materialize`.
 
-    plan:      how to spread the work. "auto", until the planner is built: context parallel over all ranks, with
-               parameters, gradients and optimizer state sharded over all of them.
+    plan:      how to spread the work. "auto": the fastest plan that `search` finds, for `example_inputs`; without them
+               the optimizer's shards are over all ranks, and the rest is found at the first call.
     optimizer: an optimizer of the model's parameters that exists already: its groups and state move to the shards.
                Otherwise build it afterwards.
     inputs:    "global": every rank passes the same whole batch. "local": each replica of the plan's dp passes its own
@@ -73,21 +75,25 @@ def parallelize(
                which gradients are summed over ranks and micro-batches (float32 at least when left out).
     memory:    bytes that a step may take on a rank; a plan that takes more is refused before it runs. Left out: what
                the device has on CUDA, no limit on CPU.
-    example_inputs, cluster: only their defaults are built yet.
+    example_inputs: of one call of the model, for plan="auto": a mapping or a sequence; their shapes matter.
+    cluster:   for plan="auto": an `evocompile.Cluster` of as many devices as ranks. Left out, what is known of
+               the ranks: their number, and the type of their devices.
 
     Raises PlanError (no process group, a plan for another number of ranks, a model on the wrong device, what is not
     built yet), KernelError (no such attention backend) and StateError (already parallelised, other values than on rank
     0), on all ranks alike.
     """
-    _refuse_unbuilt(example_inputs=example_inputs, cluster=cluster)
+    auto = _Auto(example_inputs, cluster)
     options = _options(backend, inputs, check, attention_backend, precision, memory)
     target = model_or_class_or_fn
     if target is None:
         return functools.partial(
             parallelize,
             plan=plan,
+            example_inputs=example_inputs,
             model=model,
             optimizer=optimizer,
+            cluster=cluster,
             inputs=inputs,
             precision=precision,
             backend=backend,
@@ -100,16 +106,16 @@ def parallelize(
             raise PlanError(
                 "model= goes with a loss function: pass parallelize(model), or parallelize(loss_fn, model=…)"
             )
-        _parallel(target, plan, optimizer, options)
+        _parallel(target, plan, optimizer, options, auto)
         return target
     if isinstance(target, type):
-        return _class_form(target, plan, model, optimizer, options)
+        return _class_form(target, plan, model, optimizer, options, auto)
     if not callable(target) or model is None:
         raise PlanError(
             f"parallelize() got {_described(target)}: pass a model, a class of models, or a loss function and its "
             "model, parallelize(loss_fn, model=model)"
         )
-    return _function_form(target, plan, model, optimizer, options)
+    return _function_form(target, plan, model, optimizer, options, auto)
 
 
 def compile(model: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -126,16 +132,23 @@ def compile(model: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) ->
 # --- the three forms -------------------------------------------------------------------------------------------------
 
 
-def _parallel(module: nn.Module, plan: Plan | str, optimizer: Optimizer | None, options: Options) -> ParallelModel:
+def _parallel(
+    module: nn.Module, plan: Plan | str, optimizer: Optimizer | None, options: Options, auto: _Auto
+) -> ParallelModel:
     """Cut the parameters into shards and install the parallel forward."""
     with torch.device("cpu"):  # not on meta, where the model may be being built
-        return _install(module, plan, optimizer, options)
+        return _install(module, plan, optimizer, options, auto)
 
 
-def _install(module: nn.Module, plan: Plan | str, optimizer: Optimizer | None, options: Options) -> ParallelModel:
+def _install(
+    module: nn.Module, plan: Plan | str, optimizer: Optimizer | None, options: Options, auto: _Auto
+) -> ParallelModel:
     world = _world("parallelize()")
-    plan = _plan_for(plan, world)
+    check_cluster(auto.cluster, world)
+    if plan != "auto":
+        plan = _checked_plan(plan, world)
     device = meet(module)
+    plan, search = _plan_for(plan, module, world, device, options, auto)
     on_meta = device.type == "meta"
     if on_meta and optimizer is not None:
         raise PlanError(
@@ -146,18 +159,28 @@ def _install(module: nn.Module, plan: Plan | str, optimizer: Optimizer | None, o
     degree = plan.shard_degrees.optimizer
     mesh = state_mesh(world, degree, (group_device() if on_meta else device).type)
     watch = shard_parameters(module, mesh, degree, optimizer)
-    model = ParallelModel(module, plan, watch, None if on_meta else device, options.precision)
+    model = ParallelModel(module, plan, watch, None if on_meta else device, options.precision, search)
     module.forward = ParallelForward(model, options)
     guard_methods(module)
     return model
 
 
 def _function_form(
-    function: Callable[..., Any], plan: Plan | str, module: nn.Module, optimizer: Optimizer | None, options: Options
+    function: Callable[..., Any],
+    plan: Plan | str,
+    module: nn.Module,
+    optimizer: Optimizer | None,
+    options: Options,
+    auto: _Auto,
 ) -> ParallelFunction:
+    if auto.example_inputs is not None:
+        raise PlanError(
+            "example_inputs= goes with a model, whose call they are: leave them out for a loss function, and the plan "
+            "is searched at its first call"
+        )
     forward = parallel_forward(module)
     if forward is None:
-        return ParallelFunction(function, _parallel(module, plan, optimizer, options), options)
+        return ParallelFunction(function, _parallel(module, plan, optimizer, options, auto), options)
     if optimizer is not None or plan not in ("auto", forward.plan):
         raise StateError(
             f"the model is parallelised already, with {forward.plan}: leave out plan= and optimizer= for another "
@@ -172,7 +195,7 @@ def _function_form(
 
 
 def _class_form(
-    cls: type, plan: Plan | str, model: nn.Module | None, optimizer: Optimizer | None, options: Options
+    cls: type, plan: Plan | str, model: nn.Module | None, optimizer: Optimizer | None, options: Options, auto: _Auto
 ) -> type:
     if not issubclass(cls, nn.Module):
         raise PlanError(f"parallelize() got the class {cls.__name__}, which is no torch.nn.Module")
@@ -183,17 +206,18 @@ def _class_form(
     return parallel_class(
         cls,
         before=lambda: _world(f"{cls.__name__}, a class that is parallelised,"),
-        after=lambda instance: _parallel(instance, plan, None, options),
+        after=lambda instance: _parallel(instance, plan, None, options, auto),
     )
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
-def _refuse_unbuilt(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise PlanError(f"parallelize({name}=…) is not built yet: leave it at None")
+class _Auto(NamedTuple):
+    """What plan="auto" is given to go by."""
+
+    example_inputs: Any
+    cluster: Cluster | None
 
 
 def _options(
@@ -242,17 +266,7 @@ def _world(what: str) -> int:
     return dist.get_world_size()
 
 
-def _plan_for(plan: Plan | str, world: int) -> Plan:
-    if plan == "auto":
-        chosen = Plan(cp=world)
-        if dist.get_rank() == 0:
-            log.warning(
-                "plan='auto': the planner is not built yet, so this is %s: context parallel over all %d ranks, with "
-                "parameters, gradients and optimizer state sharded over all of them",
-                chosen,
-                world,
-            )
-        return chosen
+def _checked_plan(plan: Plan | str, world: int) -> Plan:
     if not isinstance(plan, Plan):
         raise PlanError(f"plan={plan!r}: pass 'auto' or an evocompile.Plan")
     if plan.world != world:
@@ -261,3 +275,19 @@ def _plan_for(plan: Plan | str, world: int) -> Plan:
             f"start `torchrun --nproc-per-node {plan.world}`"
         )
     return plan
+
+
+def _plan_for(
+    plan: Plan | str, module: nn.Module, world: int, device: torch.device, options: Options, auto: _Auto
+) -> tuple[Plan, Search | None]:
+    """The plan, and what finds it at the first call if it is not known yet."""
+    if isinstance(plan, Plan):
+        return plan, None
+    if options.inputs == "local":
+        log.warning("plan='auto' with inputs='local': every rank is a replica, with its own part of the batch")
+        return Plan(dp=world), None
+    half = options.precision is not None and options.precision.compute is torch.float16  # see _check_micro_batches
+    search = Search(auto.cluster, world, group_device() if device.type == "meta" else device, parts=not half)
+    if auto.example_inputs is None:
+        return search.first, search
+    return search.of_example(module, auto.example_inputs, options.precision or Precision()), None

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from .agreement import agree_across_ranks, check_same_inputs
 from .attention_backends import check_backends
+from .auto import Search
 from .capture import Captured, capture
 from .check import check_against_one_device
 from .collectives import Communicators, step_events
@@ -55,6 +56,7 @@ class ParallelModel:
     """What belongs to one parallelised model, for its forward and its loss functions: process groups included.
 
     device: where its parameters are; `None` while they are on `meta`.
+    search: what finds the plan at the first call; `None` where it is known.
     """
 
     def __init__(
@@ -64,8 +66,10 @@ class ParallelModel:
         watch: OptimizerWatch,
         device: torch.device | None,
         precision: Precision | None = None,
+        search: Search | None = None,
     ) -> None:
         self.module = module
+        self._search = search
         self.plan = plan
         self.precision = precision or Precision()
         self.watch = watch
@@ -96,6 +100,13 @@ class ParallelModel:
     @functools.cached_property
     def same_call(self) -> SameCall:
         return SameCall(Mesh.of(self.plan), self.rank)
+
+    def settle(self, captured: Program) -> None:
+        """With plan="auto": at the first captured call the plan is found, and stays."""
+        if self._search is not None:
+            self.plan = self._search.of_program(captured)
+            self.states.follow(self.plan)
+            self._search = None
 
     def next_number(self) -> int:
         """Numbers the model's programs in the order in which all ranks compile them."""
@@ -279,6 +290,7 @@ class ParallelCall(NotCopied):
             captured = capture(
                 self.original, self.model.module, args, kwargs, parts=parts, precision=self.model.precision
             )
+            self.model.settle(captured.program)
             programs = [
                 run_passes(captured.program, self.plan, self.rank, number=number, progress=progress)
                 for number in range(self.plan.microbatches)

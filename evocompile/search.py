@@ -88,7 +88,7 @@ class Space:
     """What is open for a model. devices: of a node. heads: the fewest of an attention over the sequence.
 
     causal: one of them is causal.
-    parts: micro-batches are allowed. sequence: there is attention over it.
+    parts: micro-batches are allowed. sequence: there is attention over it. optimizer: O, if it is fixed.
     """
 
     ranks: int
@@ -99,6 +99,7 @@ class Space:
     causal: bool
     parts: bool
     sequence: bool
+    optimizer: int | None = None
 
 
 def search(
@@ -121,15 +122,27 @@ def search(
     return search_costs(Costs(folded), cluster)
 
 
-def search_costs(costs: Costs, cluster: Cluster, rows: int | None = None, length: int | None = None) -> Found:
-    """As `search`, from costs that are known. rows, length: of the batch, where it is another one than the captured."""
+def search_costs(
+    costs: Costs,
+    cluster: Cluster,
+    rows: int | None = None,
+    length: int | None = None,
+    optimizer: int | None = None,
+    parts: bool = True,
+) -> Found:
+    """As `search`, from costs that are known.
+
+    rows, length: of the batch, where it is another one than the captured.
+    optimizer:    its degree O, where it is fixed already. parts: whether a plan may have micro-batches.
+    """
     start = time.perf_counter()
     rows, length = rows or costs.folded.batch, length or costs.folded.sequence
     space, notes = space_of(costs, cluster, rows, length)
+    space = dataclasses.replace(space, optimizer=optimizer, parts=space.parts and parts)
     evaluator = Evaluator(costs, cluster, rows, length, hides="selective" in OVERLAP)
     best, considered, fitting, leanest = _best(evaluator, space)
     if not best:
-        raise InfeasibleError(_infeasible(evaluator, space, leanest))
+        raise InfeasibleError(_infeasible(evaluator, space, leanest), leanest)
     candidates = tuple(describe(evaluator, plan) for plan in best)
     reasons = tuple(_reasons(evaluator, space, candidates[0]))
     took = time.perf_counter() - start
@@ -157,7 +170,7 @@ def space_of(costs: Costs, cluster: Cluster, rows: int, length: int) -> tuple[Sp
 
 def blocks_of(space: Space) -> Iterator[Degrees]:
     """All legal degrees, one (dp, cp, ulysses) after another, but for schedule and recomputation."""
-    chains = np.array(list(_chains(space.ranks)), float).reshape(-1, 3).T
+    chains = np.array(list(_chains(space.ranks, space.optimizer)), float).reshape(-1, 3).T
     for dp in divisors(space.ranks):
         for cp in divisors(space.ranks // dp):
             u = space.ranks // dp // cp
@@ -183,9 +196,9 @@ def _arrangements(cp: int, u: int, devices: int) -> Iterator[tuple[bool, int]]:
             yield head_first, inner
 
 
-def _chains(replicas: int) -> Iterator[tuple[int, int, int]]:
+def _chains(replicas: int, fixed: int | None) -> Iterator[tuple[int, int, int]]:
     """P | G | O | R."""
-    for optimizer in divisors(replicas):
+    for optimizer in divisors(replicas) if fixed is None else [fixed]:
         for grads in divisors(optimizer):
             for params in divisors(grads):
                 yield params, grads, optimizer
@@ -309,7 +322,8 @@ def neighbours(space: Space, plan: Plan) -> Iterator[tuple[str, Plan]]:
                 what = ", ".join(f"{name} {degree}" for name, degree in other.items())
                 yield what, change(plan, **degrees, inner_ring=inner)
     for name, nested in _shards(shard, plan.replicas):
-        yield name, change(plan, shard=nested)
+        if space.optimizer in (None, nested.optimizer):
+            yield name, change(plan, shard=nested)
     for schedule in schedules_of(space, plan.cp, plan.inner_ring):
         if schedule != plan.attention:
             yield f"attention {schedule}", change(plan, attention=schedule)
@@ -348,7 +362,7 @@ def _nearest(evaluator: Evaluator, space: Space) -> str:
     cluster = evaluator.cluster
     for factor in (2, 4, 8, 16, 32, 64):
         larger = dataclasses.replace(cluster, nodes=cluster.nodes * factor)
-        grown = dataclasses.replace(space, ranks=larger.world)
+        grown = dataclasses.replace(space, ranks=larger.world, optimizer=None)
         best, *_ = _best(dataclasses.replace(evaluator, cluster=larger), grown)
         if best:
             return f"The nearest that fits: {larger.nodes} nodes, with {best[0]}."

@@ -77,6 +77,11 @@ class States(NotCopied):
         self._accumulated: dict[Tensor, _Accumulated] = {}
         self.synchronise = True
 
+    def follow(self, plan: Plan) -> None:
+        """Before anything is held: another plan with the same layout of the optimizer's shards."""
+        assert not self._copies and not self._accumulated
+        self._plan, self._mesh = plan, Mesh.of(plan)
+
     # --- copies ------------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
