@@ -25,15 +25,15 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from evocompile.cluster import Cluster, Link
 from evocompile.costs import Costs
-from evocompile.evaluate import Evaluator
+from evocompile.evaluate import Evaluator, degrees_of
 from evocompile.fold import fold
 from evocompile.plan import Plan, Shard
 from evocompile.precision import Precision
-from evocompile.search import Candidate, describe
 
 # hidden, layers, heads, key/value heads, MLP; `7B-33H` has one more head of 128 (published/README.md)
 MODELS = {
@@ -109,7 +109,7 @@ def evaluator(row: Row, constants: Constants) -> Evaluator:
 
 def predict(row: Row, constants: Constants) -> float:
     """In the row's unit."""
-    seconds = _seconds(row, describe(evaluator(row, constants), row.plan))
+    seconds = _seconds(row, spent(row, constants))
     trained = row.rows * row.tokens
     if row.unit == "TGS":
         return trained / row.gpus / seconds
@@ -120,10 +120,18 @@ def predict(row: Row, constants: Constants) -> float:
     return seconds
 
 
-def _seconds(row: Row, candidate: Candidate) -> float:
+def spent(row: Row, constants: Constants) -> dict[str, float]:
+    """Seconds of a step by what they are spent on."""
+    plan = row.plan
+    part = np.array([1.0 if plan.recompute != "none" else 0.0])
+    terms = evaluator(row, constants).spent(degrees_of([plan]), plan.recompute, plan.attention, part)
+    return {name: float(each[0]) for name, each in terms.items()}
+
+
+def _seconds(row: Row, terms: Mapping[str, float]) -> float:
     """Where a system splits the weights themselves (Megatron), nothing of the states is sent."""
     left_out = {"weights", "gradients to the optimizer", "refresh"} if row.splits_weights else set()
-    return sum(seconds for name, seconds in candidate.spent.items() if name not in left_out)
+    return sum(seconds for name, seconds in terms.items() if name not in left_out)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------

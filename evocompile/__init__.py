@@ -22,6 +22,7 @@ from .precision import Precision
 # Last, as these functions take the place of the submodules of their names: `evocompile.compile` is the function,
 # `from evocompile.compile import …` still reaches the module.
 from .inspect import inspect  # isort: skip
+from .calibrate import calibrate  # isort: skip
 from .integrations import adapt  # isort: skip
 from .materialize import materialize  # isort: skip
 from .parallelize import compile, parallelize  # isort: skip
@@ -47,6 +48,7 @@ __all__ = [
     "StateError",
     "VerificationError",
     "adapt",
+    "calibrate",
     "compile",
     "inspect",
     "materialize",

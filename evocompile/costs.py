@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import sympy
 from sympy import Expr, Integer, Mod, Piecewise, ceiling, floor
@@ -60,6 +61,11 @@ class Costs:
 
     folded: Folded
     states: int = ADAM
+
+    @cached_property
+    def functions(self) -> dict[tuple[str, ...], Any]:
+        """Expressions that were compiled, with the names of their symbols (`evaluate.py`)."""
+        return {}
 
     def counts(self, mode: str) -> Counts:
         return self.folded.counts[mode]

@@ -56,16 +56,12 @@ class Evaluator:
         found |= {"W_memory": device.memory_bandwidth, "W_inside": self.cluster.inside.bandwidth}
         return {**found, **self.costs.pairs(self.length), "S": float(self.length), "hides": float(self.hides)}
 
-    @cached_property
-    def _functions(self) -> dict[Any, Any]:
-        return {}
-
     def _call(self, key: tuple[str, ...], expressions: Sequence[sympy.Expr], values: dict[str, Array]) -> list[Array]:
-        if key not in self._functions:
+        if key not in self.costs.functions:
             symbols = sorted(set().union(*(each.free_symbols for each in expressions)), key=str)
             function = sympy.lambdify(symbols, list(expressions), "numpy", cse=True)
-            self._functions[key] = [str(each) for each in symbols], function
-        names, function = self._functions[key]
+            self.costs.functions[key] = [str(each) for each in symbols], function
+        names, function = self.costs.functions[key]
         results = function(*(values[name] for name in names))
         return [np.broadcast_to(np.asarray(each, float), values["dp"].shape) for each in results]
 
@@ -133,7 +129,7 @@ class Evaluator:
 
     def memory(self, plans: Degrees, mode: str, part: Array) -> Array:
         key = ("memory", mode)
-        expressions = [] if key in self._functions else [sympy.Add(*self.costs.held(mode).values())]
+        expressions = [] if key in self.costs.functions else [sympy.Add(*self.costs.held(mode).values())]
         return self._call(key, expressions, {**self.values(plans, groups=False), "r": part})[0]
 
     def smallest(self, plans: Degrees, mode: str) -> tuple[Array, Array]:
@@ -150,7 +146,7 @@ class Evaluator:
 
     def seconds(self, plans: Degrees, mode: str, schedule: str, part: Array) -> Array:
         key = ("seconds", mode, schedule)
-        expressions = [] if key in self._functions else [sympy.Add(*self.costs.seconds(mode, schedule).values())]
+        expressions = [] if key in self.costs.functions else [sympy.Add(*self.costs.seconds(mode, schedule).values())]
         return self._call(key, expressions, {**self.values(plans), "r": part})[0]
 
 

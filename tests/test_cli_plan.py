@@ -1,0 +1,43 @@
+"""`evocompile plan`: from a config file to a table, JSON and a page, without a process group."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from evocompile.cli import main
+from evocompile.plan import Plan
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+}
+
+
+def config(folder: Path, **changes: object) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps(CONFIG | changes))
+    return str(path)
+
+
+def test_a_plan_as_json_and_as_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "plan.html"
+    asked = ["plan", "--model", config(tmp_path), "--cluster", "h100", "--nodes", "2", "--seq", "1024", "--batch", "4"]
+    assert main([*asked, "--json", "--html", str(page)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    plan = Plan.from_json(json.dumps(found["candidates"][0]["plan"]))
+    assert (plan.world, found["rows"], found["length"]) == (16, 4, 1024)
+    assert str(plan).replace("'", "&#x27;") in page.read_text()
+
+
+def test_what_cannot_be_planned_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", config(tmp_path, model_type="nothing of that name")]) == 2
+    assert "is no config of a causal language model" in capsys.readouterr().err
+    assert main(["plan", "--model", config(tmp_path), "--cluster", "abacus"]) == 2
+    assert "no preset of that name" in capsys.readouterr().err
