@@ -31,7 +31,7 @@ import torch
 from evocompile.cluster import Cluster, Link
 from evocompile.costs import Costs
 from evocompile.evaluate import Evaluator, degrees_of
-from evocompile.fold import fold
+from evocompile.fold import Folded, fold
 from evocompile.plan import Plan, Shard
 from evocompile.precision import Precision
 
@@ -44,17 +44,22 @@ MODELS = {
     "30B": (6656, 60, 52, 52, 17920),
 }
 VOCABULARY = 32000
+BUCKET = 512 << 20  # bytes of gradients that are reduced together, but for ZeRO-3, which works by parameter
 
 
 class Constants(NamedTuple):
-    """linear, attention: parts of the peak. across: bytes/s of one device's way out of its node."""
+    """linear: part of the peak that products reach. across, latency: bytes/s and seconds of a way out of a node.
+
+    operator: seconds that an operator takes beyond its work. `None`: the preset's.
+    """
 
     linear: float
-    attention: float
     across: float
+    latency: float | None = None
+    operator: float | None = None
 
 
-FITTED = {"dgx-a100-80g": Constants(0.62, 0.55, 12.5e9), "a800": Constants(0.62, 0.55, 11e9)}
+FITTED = {"dgx-a100-80g": Constants(0.62, 14e9, operator=5e-5), "a800": Constants(0.57, 11e9, latency=3e-5)}
 
 
 class Row(NamedTuple):
@@ -73,10 +78,17 @@ class Row(NamedTuple):
     plan: Plan
     hides: bool
     splits_weights: bool = False
+    bucket: float = 0
 
 
 @cache
-def costs_of(model: str) -> Costs:
+def costs_of(model: str, bucket: float = 0) -> Costs:
+    """These systems exchange what attention computes in 16 bits, as they compute."""
+    return Costs(folded(model), exchanged=2, bucket=bucket)
+
+
+@cache
+def folded(model: str) -> Folded:
     """Captured at two rows of 2,048 positions; what it costs is a polynomial in both."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -94,17 +106,18 @@ def costs_of(model: str) -> Costs:
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         ids = torch.zeros(2, 2048, dtype=torch.int64)
-    return Costs(fold(made, (), {"input_ids": ids, "labels": ids}, Precision("bf16", reduce="bf16", accumulate="bf16")))
+    return fold(made, (), {"input_ids": ids, "labels": ids}, Precision("bf16", reduce="bf16", accumulate="bf16"))
 
 
 @cache
 def evaluator(row: Row, constants: Constants) -> Evaluator:
     base = Cluster(row.cluster)
-    device = dataclasses.replace(base.device, linear=constants.linear, attention=constants.attention)
-    across = Link(constants.across, base.across.latency)
+    operator = base.device.operator if constants.operator is None else constants.operator
+    device = dataclasses.replace(base.device, linear=constants.linear, operator=operator)
+    across = Link(constants.across, base.across.latency if constants.latency is None else constants.latency)
     devices = min(base.devices, row.gpus)
     cluster = dataclasses.replace(base, nodes=row.gpus // devices, device=device, across=across)
-    return Evaluator(costs_of(row.model), cluster, row.rows, row.tokens, row.hides)
+    return Evaluator(costs_of(row.model, row.bucket), cluster, row.rows, row.tokens, row.hides)
 
 
 def predict(row: Row, constants: Constants) -> float:
@@ -183,7 +196,7 @@ def _mfu(table: str, line: Mapping[str, str]) -> Iterator[Row]:
     plan = Plan(dp=gpus, shard=shard, microbatches=max(1, rows // gpus))
     system, what = line["system"], f"{line['model']}, {gpus} GPUs, {shard.params}/{shard.grads}/{shard.optimizer}"
     known = (table, what, system, float(line["mfu_percent"]), "MFU", "a800", gpus, line["model"], 4096, rows)
-    yield Row(*known, plan, system == "AMSP")
+    yield Row(*known, plan, system == "AMSP", bucket=0 if system == "ZeRO-3" else BUCKET)
 
 
 def _overlap(table: str, line: Mapping[str, str]) -> Iterator[Row]:
@@ -193,7 +206,7 @@ def _overlap(table: str, line: Mapping[str, str]) -> Iterator[Row]:
     plan = Plan(dp=64, microbatches=parts, shard=Shard(params, params, 8))
     for column, hides in (("all_tgs", True), ("none_tgs", False)):
         known = (table, f"{model}, {parts} micro-batches", column, float(line[column]), "TGS", "a800", 64, model, 4096)
-        yield Row(*known, 64 * parts, plan, hides)
+        yield Row(*known, 64 * parts, plan, hides, bucket=BUCKET)
 
 
 TABLES = (
@@ -229,13 +242,17 @@ def fit(rows: list[Row]) -> Constants:
     best = FITTED[rows[0].cluster]
     for step in (1.3, 1.1, 1.03, 1.01):
         while True:
-            moves = itertools.product(*((each / step, each, each * step) for each in best))
-            nearby = [Constants(*(float(f"{value:.4g}") for value in each)) for each in moves]
+            moves = itertools.product(*(_near(each, step) for each in best))
+            nearby = [Constants(*each) for each in moves]
             better = min(nearby, key=loss)
             if better == best or loss(better) >= loss(best):
                 break
             best = better
     return best
+
+
+def _near(value: float | None, step: float) -> list[float | None]:
+    return [None] if value is None else [float(f"{each:.4g}") for each in (value / step, value, value * step)]
 
 
 # --- the report -------------------------------------------------------------------------------------------------------

@@ -34,7 +34,8 @@ class Link:
 class Device:
     """flops: peak FLOP/s by dtype ("bfloat16"), dense. memory: bytes that a program may use. memory_bandwidth: bytes/s.
 
-    linear, attention: the part of the peak that products and attention reach.
+    linear, attention: the part of the peak that products and attention reach. operator: seconds that each takes beyond
+    its work: launch, ramp and tail.
     """
 
     flops: Mapping[str, float]
@@ -42,6 +43,7 @@ class Device:
     memory_bandwidth: float
     linear: float = 0.62
     attention: float = 0.55
+    operator: float = 5e-6
 
     def peak(self, dtype: str) -> float:
         """FLOP/s in `dtype`; that of float32 where it is not listed."""

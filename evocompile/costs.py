@@ -9,7 +9,8 @@ From the counts of a captured graph (`graph_costs.py`) come, for a rank and a st
 
 Symbols: B rows and S positions of the batch; k micro-batches; dp, cp, u (ulysses), tp; P, G, O the shard degrees;
 r the part of the layers that recompute; N0, N1, … pairs of queries and keys of each kind of attention; F_bfloat16, …
-FLOP/s of products, F_attention of attention; W_x bytes/s, t_x latency of the group of purpose x, V_x of what goes
+FLOP/s of products, F_attention of attention; t_operator
+seconds of an operator beyond its work; W_x bytes/s, t_x latency of the group of purpose x, V_x of what goes
 straight from rank to rank, of which the part x_x leaves the node.
 
 Attention's work is that of the slowest rank: under a causal mask (2·cp-1)/cp times the mean for contiguous chunks
@@ -34,6 +35,7 @@ from .kernels.blocks import blocks
 
 B, S, k, dp, cp, u, tp, P, G, O, r = sympy.symbols("B S k dp cp u tp P G O r", positive=True)  # noqa: E741
 F_attention, W_memory, W_inside = sympy.symbols("F_attention W_memory W_inside", positive=True)
+t_operator = sympy.Symbol("t_operator", positive=True)
 hides = sympy.Symbol("hides", nonnegative=True)  # 1 where traffic of states hides behind work, 0 where it does not
 STILL_SEEN = sympy.Rational(1, 5)  # of traffic that hides: λ of InternEvo's simulator
 PURPOSES = ("params", "grads", "refresh", "grads_on", "grads_copies", "cp", "ulysses", "tp", "reduce")
@@ -57,10 +59,17 @@ def of_group(what: str, purpose: str) -> sympy.Symbol:
 
 @dataclass(frozen=True, eq=False)
 class Costs:
-    """Of one call of a model, for every plan. states: tensors of a parameter's shape in the optimizer's state."""
+    """Of one call of a model, for every plan.
+
+    states: tensors of a parameter's shape in the optimizer's state.
+    exchanged: bytes of an element of attention's states and gradients on the wire, where another system's are meant.
+    bucket: bytes of the tensors whose gradients are reduced together; 0: each by itself.
+    """
 
     folded: Folded
     states: int = ADAM
+    exchanged: int = 0
+    bucket: float = 0
 
     @cached_property
     def functions(self) -> dict[tuple[str, ...], Any]:
@@ -200,10 +209,11 @@ class Costs:
                 continue
             rows, n = B / (dp * k), S / cp
             keys = rows * Max(kind.kv_heads / (u * tp), 1) * (kind.dim + kind.v_dim)
-            most = _most_sent(kind, schedule, self.is_causal(kind), keys, rows * ceiling(kind.heads / (u * tp)), part)
-            if not self.is_causal(kind):
+            causal, sent = self.is_causal(kind), kind._replace(exchanged=self.exchanged)
+            most = _most_sent(sent, schedule, causal, keys, rows * ceiling(kind.heads / (u * tp)), part)
+            if not causal:
                 seen = sympy.Symbol(f"N{i}", positive=True) / S
-                most = keys * Min(seen, S * (cp - 1) / cp) / n * _types(kind, part)
+                most = keys * Min(seen, S * (cp - 1) / cp) / n * _types(sent, part)
             total += count * n * most
         return total
 
@@ -254,9 +264,10 @@ class Costs:
         gathers = sum(count * each.passes for each, count in self.parameters.items())
         weights = self._collective("params", sent["params"], k * gathers)
         weights += self._collective("grads", sent["grads"], k * tensors)
-        states = self._collective("grads_on", sent["grads_on"], tensors)
-        states += sent["grads_copies"] / of_group("W", "grads_copies") + tensors * of_group("a", "grads_copies")
-        refresh = self._collective("refresh", sent["refresh"], tensors)
+        calls_of_states = math.ceil(2 * self.phi / self.bucket) if self.bucket else tensors
+        states = self._collective("grads_on", sent["grads_on"], calls_of_states)
+        states += sent["grads_copies"] / of_group("W", "grads_copies") + calls_of_states * of_group("a", "grads_copies")
+        refresh = self._collective("refresh", sent["refresh"], calls_of_states)
         messages = calls * k * _steps(schedule) * of_group("h", "cp")
         forward = sent["cp"] / of_group("V", "cp") + messages
         backward = sent["cp, backward"] / of_group("V", "cp") + 2 * messages
@@ -274,7 +285,11 @@ class Costs:
             "tensor parallel": self._collective("tp", sent["tp"], 4 * k * 2 * calls),
             "small sums": sent["reduce"] / of_group("W", "reduce") + k * of_group("a", "reduce"),
             "optimizer": optimizer / W_memory,
+            "operators": k * t_operator * (self.counts("none").operators + r * self._operators_again(mode)),
         }
+
+    def _operators_again(self, mode: str) -> Expr:
+        return _number(self.counts(mode).operators - self.counts("none").operators)
 
     def _collective(self, purpose: str, sent: Expr, calls: Expr | int) -> Expr:
         return sent / of_group("W", purpose) + calls * of_group("t", purpose)
@@ -319,7 +334,7 @@ def _slowest(schedule: str) -> Expr:
 
 def _types(kind: Attention, part: int) -> int:
     """Bytes of an element of a block that is sent, and in the backward comes back as a gradient."""
-    return kind.itemsize + (kind.state_itemsize if part == 1 else 0)
+    return kind.itemsize + (kind.on_wire if part == 1 else 0)
 
 
 def _most_sent(kind: Attention, schedule: str, causal: bool, keys: Expr, rows: Expr, part: int) -> Expr:
@@ -327,7 +342,7 @@ def _most_sent(kind: Attention, schedule: str, causal: bool, keys: Expr, rows: E
     if schedule != "balanced" or not causal:
         return (cp - 1) * keys * _types(kind, part)
     steps, helped = floor(cp / 2), floor((cp - 1) / 2)
-    item, state = kind.itemsize, kind.state_itemsize
+    item, state = kind.itemsize, kind.on_wire
     if part != 1:  # rank 0 lends its keys at every step, and returns what it has computed for others
         return steps * keys * item + helped * rows * (kind.v_dim + 1) * state
     helper = steps * keys * item + helped * rows * kind.dim * state

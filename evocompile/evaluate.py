@@ -54,6 +54,7 @@ class Evaluator:
         dtypes = [{2: "bfloat16", 4: "float32", 8: "float64"}[kind.itemsize] for kind in self.costs.kinds]
         found["F_attention"] = min((device.peak(each) for each in dtypes), default=1.0) * device.attention
         found |= {"W_memory": device.memory_bandwidth, "W_inside": self.cluster.inside.bandwidth}
+        found["t_operator"] = device.operator
         return {**found, **self.costs.pairs(self.length), "S": float(self.length), "hides": float(self.hides)}
 
     def _call(self, key: tuple[str, ...], expressions: Sequence[sympy.Expr], values: dict[str, Array]) -> list[Array]:

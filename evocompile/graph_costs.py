@@ -10,6 +10,7 @@ Repeated layers are counted once (`fold.py`): counts can be subtracted from one 
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -61,10 +62,12 @@ class Attention(NamedTuple):
     itemsize: int
     mask: str
     lengths: tuple[int | None, int | None]
+    exchanged: int = 0
 
     @property
-    def state_itemsize(self) -> int:
-        return max(4, self.itemsize)
+    def on_wire(self) -> int:
+        """Bytes of an element of a state or a gradient that is exchanged: float32 at least, unless it is said."""
+        return self.exchanged or max(4, self.itemsize)
 
 
 class Parameter(NamedTuple):
@@ -94,6 +97,7 @@ class Counts:
     forward, backward: FLOPs of products by dtype, the backward's with what it computes again.
     attended, again, attended_backward: calls of attention in the forward, again in the backward, and of its backward.
     saved:   bytes between forward and backward. peak: the most alive at once, saved ones included, parameters not.
+    operators: that run on the device, in both graphs.
     small:   bytes before division by the ranks of a group.
     """
 
@@ -103,6 +107,7 @@ class Counts:
     again: Counter[Attention] = field(default_factory=Counter)
     attended_backward: Counter[Attention] = field(default_factory=Counter)
     parameters: Counter[Parameter] = field(default_factory=Counter)
+    operators: float = 0
     small: dict[Small, Amount] = field(default_factory=dict)
     saved: Amount = field(default_factory=Amount)
     peak: Amount = field(default_factory=Amount)
@@ -113,6 +118,8 @@ class Counts:
 
 
 def _plus(one: Any, other: Any, times: float) -> Any:
+    if isinstance(one, (int, float)):
+        return one + times * other
     if isinstance(one, Amount):
         return one.plus(other, times)
     if isinstance(one, Counter):
@@ -155,6 +162,7 @@ class _Counting:
         for graph, products in zip(self.graphs, (counts.forward, counts.backward), strict=False):
             for node in graph.nodes:
                 if node.op == "call_function":
+                    counts.operators += _runs(node)
                     self._add(counts, node, products, graph is self.graphs[0])
         counts.parameters = self._parameters()
         counts.saved, counts.peak = self._alive()
@@ -298,6 +306,13 @@ class _Counting:
                 if each.name not in parameters:
                     alive = alive.plus(self._size(each), -1)
         return peak
+
+
+def _runs(node: fx.Node) -> bool:
+    """Whether an operator is a kernel of its own: no view, and no choice of one of several results."""
+    from .passes.recompute import ALIASES
+
+    return node.target is not operator.getitem and node.target not in ALIASES
 
 
 def _roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

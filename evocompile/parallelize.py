@@ -83,6 +83,8 @@ def parallelize(
     built yet), KernelError (no such attention backend) and StateError (already parallelised, other values than on rank
     0), on all ranks alike.
     """
+    if not isinstance(cluster, Cluster | None):
+        raise PlanError(f"cluster={cluster!r}: pass an evocompile.Cluster, such as Cluster('h100', nodes=2)")
     auto = _Auto(example_inputs, cluster)
     options = _options(backend, inputs, check, attention_backend, precision, memory)
     target = model_or_class_or_fn

@@ -50,7 +50,7 @@ def _attention(costs: Costs, kind: Attention, plan: Plan, rank: int) -> dict[str
     length, rows = costs.folded.sequence, costs.folded.batch // plan.dp // plan.microbatches
     own = {name: intervals[coordinate.get("ulysses", 0)] for name, intervals in _heads(kind, plan).items()}
     heads, kv_heads = (hi - lo for lo, hi in (own["queries"], own["keys"]))
-    sizes = Sizes(rows, heads, kv_heads, kind.dim, kind.v_dim, kind.itemsize, kind.state_itemsize)
+    sizes = Sizes(rows, heads, kv_heads, kind.dim, kind.v_dim, kind.itemsize, kind.on_wire)
     found: dict[str, Volume] = {}
     if plan.ulysses > 1:
         whole = sizes._replace(heads=kind.heads, kv_heads=kind.kv_heads)

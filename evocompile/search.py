@@ -179,7 +179,7 @@ def blocks_of(space: Space) -> Iterator[Degrees]:
             if cp * u > 1 and not space.sequence:
                 continue
             arrangements = list(_arrangements(cp, u, space.devices))
-            micro = [k for k in divisors(space.rows // dp) if space.rows % (dp * k) == 0] if space.parts else [1]
+            micro = [k for k in divisors(space.rows // dp) if space.parts and space.rows % (dp * k) == 0] or [1]
             options = np.array([(k, *each) for k in micro for each in arrangements], float).T
             many = np.repeat(chains, options.shape[1], axis=1)
             other = np.tile(options, chains.shape[1])

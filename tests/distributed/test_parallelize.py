@@ -379,8 +379,7 @@ def test_no_process_group() -> None:
     ("args", "options", "message"),
     [
         ((nn.Linear(1, 1),), {"precision": "int8"}, r"'int8' is no floating-point type"),
-        ((nn.Linear(1, 1),), {"cluster": "dgx"}, "cluster"),
-        ((nn.Linear(1, 1),), {"example_inputs": torch.ones(1)}, "example_inputs"),
+        ((nn.Linear(1, 1),), {"cluster": "dgx"}, r"cluster='dgx': pass an evocompile.Cluster"),
         ((nn.Linear(1, 1),), {"backend": "aot"}, "choose 'inductor' or 'eager'"),
         ((nn.Linear(1, 1),), {"inputs": "split"}, "choose 'global'"),
         ((nn.Linear(1, 1),), {"model": nn.Linear(1, 1)}, "goes with a loss function"),
