@@ -13,6 +13,7 @@ import sympy
 from .cluster import Cluster
 from .collective_costs import Group, group
 from .costs import Costs
+from .errors import PlanError
 from .plan import Plan
 
 Array = Any
@@ -149,6 +150,15 @@ class Evaluator:
         key = ("seconds", mode, schedule)
         expressions = [] if key in self.costs.functions else [sympy.Add(*self.costs.seconds(mode, schedule).values())]
         return self._call(key, expressions, {**self.values(plans), "r": part})[0]
+
+
+def mode_of(plan: Plan) -> tuple[str, Array]:
+    """A plan's mode of recomputation, and the part of the layers that do it."""
+    if not isinstance(plan.recompute, str):
+        raise PlanError(
+            f"recompute={plan.recompute} is decided layer by layer in the graph, for which costs have no form"
+        )
+    return plan.recompute, np.array([plan.recompute_layers if plan.recompute != "none" else 0.0])
 
 
 def degrees_of(plans: Sequence[Plan]) -> Degrees:

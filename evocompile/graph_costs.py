@@ -134,7 +134,7 @@ def count(captured: Program) -> dict[str, Counts]:
 
 
 def _count(captured: Program, mode: str) -> Counts:
-    from .passes.annotate import annotate, splits_of
+    from .passes.annotate import annotate
     from .passes.canonicalize import canonicalize
     from .passes.localize import localize
     from .passes.recompute import recompute
@@ -144,7 +144,8 @@ def _count(captured: Program, mode: str) -> Counts:
     program = captured.bind(Plan(dp=PROBE.dp, cp=PROBE.cp, attention="ring", recompute=mode), 0)
     for run in (canonicalize, seed_random, recompute, annotate, localize, rematerialize):
         program = run(program)
-    sizes = {name: split.size for name, split in splits_of(program).items()}
+    assert program.sharding is not None
+    sizes = {name: split.size for name, split in program.sharding.splits.items()}
     return _Counting(program, sizes).counts()
 
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
-
 from .cluster import Cluster
 from .costs import Costs
-from .evaluate import Evaluator, degrees_of
+from .evaluate import Evaluator, degrees_of, mode_of
 from .graph_costs import Attention
 from .mesh import Mesh
 from .passes import volumes
@@ -30,8 +28,7 @@ STATES |= {"grads_copies": "grads.copies", "reduce": "reduce"}
 def sent_by_purpose(costs: Costs, plan: Plan, rank: int) -> dict[str, int]:
     """Bytes of a step by the purpose of the communicator; of attention's, forward and backward together ("cp")."""
     evaluator = Evaluator(costs, Cluster("cpu-gloo"), costs.folded.batch, costs.folded.sequence)
-    mode = plan.recompute
-    part = np.array([plan.recompute_layers if mode != "none" else 0.0])
+    mode, part = mode_of(plan)
     sent = evaluator.sent(degrees_of([plan]), mode, plan.attention, part)
     found = Counter({name: round(float(sent[ours][0])) for ours, name in STATES.items()})
     again = costs.counts(mode).again

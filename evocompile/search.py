@@ -22,7 +22,7 @@ from torch import nn
 from .cluster import Cluster
 from .costs import SCHEDULES, Costs
 from .errors import InfeasibleError
-from .evaluate import Degrees, Evaluator, degrees_of
+from .evaluate import Degrees, Evaluator, degrees_of, mode_of
 from .fold import Folded, fold
 from .plan import OVERLAP, RECOMPUTE, Plan, Shard
 from .precision import Precision
@@ -291,9 +291,9 @@ def describe(evaluator: Evaluator, plan: Plan) -> Candidate:
     """What one plan is predicted to take, fit or not."""
     plans = degrees_of([plan])
     schedule = plan.attention if plan.attention in SCHEDULES else "zigzag"
-    part = np.array([plan.recompute_layers if plan.recompute != "none" else 0.0])
-    held = {name: float(each[0]) for name, each in evaluator.held(plans, plan.recompute, part).items()}
-    spent = {name: float(each[0]) for name, each in evaluator.spent(plans, plan.recompute, schedule, part).items()}
+    mode, part = mode_of(plan)
+    held = {name: float(each[0]) for name, each in evaluator.held(plans, mode, part).items()}
+    spent = {name: float(each[0]) for name, each in evaluator.spent(plans, mode, schedule, part).items()}
     return Candidate(plan, sum(spent.values()), sum(held.values()), held, spent)
 
 
