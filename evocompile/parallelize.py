@@ -137,20 +137,26 @@ def compile(model: nn.Module | Callable[..., Any], *args: Any, **kwargs: Any) ->
 def _parallel(
     module: nn.Module, plan: Plan | str, optimizer: Optimizer | None, options: Options, auto: _Auto
 ) -> ParallelModel:
-    """Cut the parameters into shards and install the parallel forward."""
-    with torch.device("cpu"):  # not on meta, where the model may be being built
-        return _install(module, plan, optimizer, options, auto)
-
-
-def _install(
-    module: nn.Module, plan: Plan | str, optimizer: Optimizer | None, options: Options, auto: _Auto
-) -> ParallelModel:
+    """Find the plan, cut the parameters into shards, and install the parallel forward."""
     world = _world("parallelize()")
     check_cluster(auto.cluster, world)
     if plan != "auto":
         plan = _checked_plan(plan, world)
-    device = meet(module)
+    with torch.device("cpu"):  # not on meta, where the model may be being built
+        device = meet(module)
     plan, search = _plan_for(plan, module, world, device, options, auto)
+    with torch.device("cpu"):
+        return _install(module, plan, search, device, optimizer, options)
+
+
+def _install(
+    module: nn.Module,
+    plan: Plan,
+    search: Search | None,
+    device: torch.device,
+    optimizer: Optimizer | None,
+    options: Options,
+) -> ParallelModel:
     on_meta = device.type == "meta"
     if on_meta and optimizer is not None:
         raise PlanError(
@@ -159,7 +165,7 @@ def _install(
         )
     _check_micro_batches(plan, options)
     degree = plan.shard_degrees.optimizer
-    mesh = state_mesh(world, degree, (group_device() if on_meta else device).type)
+    mesh = state_mesh(plan.world, degree, (group_device() if on_meta else device).type)
     watch = shard_parameters(module, mesh, degree, optimizer)
     model = ParallelModel(module, plan, watch, None if on_meta else device, options.precision, search)
     module.forward = ParallelForward(model, options)
