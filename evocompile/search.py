@@ -363,13 +363,22 @@ def _nearest(evaluator: Evaluator, space: Space) -> str:
     for factor in (2, 4, 8, 16, 32, 64):
         larger = dataclasses.replace(cluster, nodes=cluster.nodes * factor)
         grown = dataclasses.replace(space, ranks=larger.world, optimizer=None)
-        best, *_ = _best(dataclasses.replace(evaluator, cluster=larger), grown)
-        if best:
-            return f"The nearest that fits: {larger.nodes} nodes, with {best[0]}."
+        plan = _fitting(dataclasses.replace(evaluator, cluster=larger), grown)
+        if plan is not None:
+            return f"The nearest that fits: {larger.nodes} nodes, with {plan}."
     for factor in (2, 4, 8, 16, 32, 64):
         length = space.length // factor
         if length >= 2:
-            best, *_ = _best(dataclasses.replace(evaluator, length=length), dataclasses.replace(space, length=length))
-            if best:
-                return f"The nearest that fits: sequences of {length} positions, with {best[0]}."
+            plan = _fitting(dataclasses.replace(evaluator, length=length), dataclasses.replace(space, length=length))
+            if plan is not None:
+                return f"The nearest that fits: sequences of {length} positions, with {plan}."
     return "Not even 64 times as many nodes, or a 64th of the length, would do."
+
+
+def _fitting(evaluator: Evaluator, space: Space) -> Plan | None:
+    """The fastest plan that fits; `None` where none does, or the batch cannot be split so far."""
+    try:
+        best, *_ = _best(evaluator, space)
+    except InfeasibleError:
+        return None
+    return best[0] if best else None

@@ -133,6 +133,11 @@ def test_a_model_without_attention_is_split_by_rows() -> None:
     assert any("no attention" in note for note in found.notes)
 
 
+def test_a_batch_that_cannot_be_split_further_is_not_grown() -> None:
+    with pytest.raises(InfeasibleError, match=r"no plan fits .* Not even 64 times as many nodes"):
+        search_costs(costs(), cluster(1e3, devices=2, nodes=1), rows=3, length=7)
+
+
 def test_more_devices_than_there_are_rows_and_positions() -> None:
     with pytest.raises(evocompile.PlanError, match="cannot be split over 256 ranks"):
         search_costs(costs(), cluster(devices=8, nodes=32), rows=2, length=8)
