@@ -52,13 +52,13 @@ def find_chunks(program: Program) -> Program:
     assert program.joint is not None
     graph, plan = program.joint.graph, program.plan
     forward = forward_nodes(program)
-    finder = Finder(graph, forward)
     found: list[Region] = []
     taken: set[fx.Node] = set()
     depend = [
         dependents(graph, {n for n, each in zip(placeholders(graph), program.inputs, strict=True) if each.kind is kind})
         for kind in (InputKind.USER, InputKind.TANGENT)
     ]
+    finder = Finder(graph, forward, depend[1])
     for seed in widening_products(graph, *depend):
         if seed in taken:
             continue
@@ -91,7 +91,12 @@ def _loss_chunk(asked: int | None, size: int) -> int:
 def _narrows(region: Region) -> bool:
     """Whether less goes on than there is in between: queries, keys and values of one product are together as wide."""
     rows = elements(region.seed) // region.seed.meta["val"].shape[-1]
-    goes_on = sum(elements(node) for node in region.exits if node.target not in CONTRACTIONS and elements(node) > rows)
+    reduced = [
+        node
+        for node in region.exits
+        if node.target not in CONTRACTIONS and elements(node) > rows and region.members & set(node.all_input_nodes)
+    ]
+    goes_on = sum(map(elements, reduced))
     return 2 * goes_on < max(map(elements, region.members))
 
 

@@ -69,10 +69,18 @@ def widening_products(graph: fx.Graph, of_inputs: set[fx.Node], of_tangents: set
 
 @dataclass(frozen=True)
 class Finder:
-    """Finds regions in one graph. forward: what its outputs, gradients left out, depend on."""
+    """Finds regions in one graph.
+
+    forward:     what its outputs, gradients left out, depend on.
+    of_tangents: what depends on tangents; the rest of backward is the forward again.
+    """
 
     graph: fx.Graph
     forward: set[fx.Node]
+    of_tangents: set[fx.Node]
+
+    def _phase(self, node: fx.Node) -> int:
+        return 0 if node in self.forward else 2 if node in self.of_tangents else 1
 
     def region(self, seed: fx.Node) -> Region:
         members = self._members(seed)
@@ -80,6 +88,7 @@ class Finder:
             user for node in members for user in node.users if user.op != "output" and user not in members
         )
         between = self._between(members, exits)
+        exits |= self._sums(exits)
         return Region(seed, frozenset(members), frozenset(exits), frozenset(between))
 
     def _members(self, seed: fx.Node) -> dict[fx.Node, None]:
@@ -102,18 +111,32 @@ class Finder:
                     stack.append(each)
         return members
 
+    def _sums(self, exits: dict[fx.Node, None]) -> dict[fx.Node, None]:
+        """Sums of two exits that nothing else reads, with the views between: the gradients of gate's and up's input."""
+        found: dict[fx.Node, None] = {}
+        for node in exits:
+            user, looks = node, []
+            while len(user.users) == 1 and (user is node or user.target in LOOKS):
+                looks.append(user)
+                (user,) = user.users
+            both = [seen_through(each) for each in user.all_input_nodes]
+            own = len(both) == 2 and all(each in exits and len(each.users) == 1 for each in both)
+            if user.target == aten.add.Tensor and own and self._phase(both[0]) == self._phase(both[1]):
+                found |= dict.fromkeys((*looks[1:], user))
+        return found
+
     def _between(self, members: dict[fx.Node, None], exits: dict[fx.Node, None]) -> Iterator[fx.Node]:
-        """What lies on a way from an exit back into the region, in forward or in backward: the row's maximum."""
+        """What lies on a way from an exit back into the region, each within the forward, its copy, or backward."""
         position = {node: i for i, node in enumerate(self.graph.nodes)}
-        for phase in (True, False):
-            inside = [node for node in members if (node in self.forward) == phase]
+        for phase in range(3):
+            inside = [node for node in members if self._phase(node) == phase]
             last = max((position[node] for node in inside), default=-1)
             reached: dict[fx.Node, None] = {}
-            stack = [node for node in exits if (node in self.forward) == phase]
+            stack = [node for node in exits if self._phase(node) == phase]
             while stack:
                 for user in stack.pop().users:
                     known = user in reached or user in members or user in exits
-                    if not known and position[user] < last and (user in self.forward) == phase:
+                    if not known and position[user] < last and self._phase(user) == phase:
                         reached[user] = None
                         stack.append(user)
             back: set[fx.Node] = set()
