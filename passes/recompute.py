@@ -29,7 +29,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from evocompile.program import InputKind, Note, OutputKind, Program, nbytes, placeholders
 
 from .dependence import dependents, forward_nodes
-from .rules.attention import ATTENTION
+from .rules.attention import ATTENTION, ATTENTION_BACKWARD
+from .rules.contractions import RULES as CONTRACTIONS
 from .rules.pointwise import RANDOM
 from .rules.views import SQUEEZES, VIEWS
 
@@ -208,22 +209,39 @@ def _before_the_head(alive: list[int], begin: int) -> int:
 
 
 def _copy_into_backward(program: Program, forward: Forward, again: set[fx.Node]) -> None:
-    """Copies what backward reads of `again`, and what of it that depends on, each right before its first use."""
+    """Copies what backward reads of `again`, and what of it that depends on, each right before its first use.
+
+    What no product is needed for (a norm of what is kept) is copied once more behind an attention's backward, where
+    memory is scarce, instead of being alive beside it.
+    """
     assert program.joint is not None
     graph = program.joint.graph
     is_forward = set(forward.nodes)
+    costly = _costly(forward, again)
     copies: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or node in is_forward:
             continue
         for needed in _in_order([each for each in node.all_input_nodes if each in again], again, copies):
             with graph.inserting_before(node):
-                copies[needed] = graph.node_copy(needed, lambda each: copies.get(each, each))
+                copies[needed] = graph.node_copy(needed, lambda each, known=copies: known.get(each, each))  # type: ignore[misc]
         for each in node.all_input_nodes:
             if each in copies:
                 node.replace_input_with(each, copies[each])
+        if node.target == ATTENTION_BACKWARD:
+            copies = {each: copy for each, copy in copies.items() if each in costly}
     graph.lint()
     program.joint.recompile()
+
+
+def _costly(forward: Forward, again: set[fx.Node]) -> set[fx.Node]:
+    """What takes matrix products or attention to have again."""
+    costly: set[fx.Node] = set()
+    for node in forward.nodes:
+        products = node.target in CONTRACTIONS or node.target == ATTENTION
+        if node in again and (products or any(each in costly for each in node.all_input_nodes)):
+            costly.add(node)
+    return costly
 
 
 def _in_order(wanted: list[fx.Node], again: set[fx.Node], done: dict[fx.Node, fx.Node]) -> list[fx.Node]:

@@ -1,0 +1,183 @@
+"""The longest sequence that trains within a limit of memory: evocompile against FSDP2 and DeepSpeed's Ulysses (ALST).
+
+    python benchmarks/max_context.py [--limit-mb 384] [--predict-only] [--only evocompile fsdp2]
+
+Llama of hidden 256, MLP 704, 4 layers, 8 heads / 4 key/value heads, vocabulary 2048, float32, AdamW, batch 1, two ranks
+(gloo), eager. What counts is the sum of live tensors on a rank (live_bytes.py) in a forward and a backward, with
+parameters, gradients, AdamW's states and inputs; MB are 2^20 bytes, lengths multiples of 128 tokens.
+
+evocompile splits one sequence over both ranks. Its static memory model finds the length, and one step of that length
+on real ranks confirms it (`--predict-only` leaves that out: attention of 40K tokens takes minutes on a CPU). FSDP2
+shards the states, checkpoints each layer (the model's own `gradient_checkpointing_enable`), and each rank has a
+sequence of its own. Peaks are linear in the length: two short steps give the line, further ones correct it. ALST is not
+run: it takes DeepSpeed, which is not among the dependencies; 19,456 tokens were measured with the same model before.
+
+A table, and last one JSON object: {"evocompile": tokens, "fsdp2": tokens, "alst": null, "peaks_mb": {…}, "machine": …}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from live_bytes import LiveBytes
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import evocompile
+from evocompile import Plan
+from evocompile.capture import capture
+from evocompile.memory import step_memory
+from evocompile.pipeline import run_passes
+
+MB, STEP, RANKS = 2**20, 128, 2
+PLAN = Plan(cp=RANKS, recompute="full", loss_chunk=2 * MB, mlp_chunk=MB)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 2048}
+    config = LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4, use_cache=False)
+    return LlamaForCausalLM(config).train()
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, labels=ids).loss
+
+
+def predicted(length: int) -> int:
+    """The peak of a step of evocompile, at the rank with more."""
+    with torch.device("meta"):
+        model, ids = build(), torch.zeros(1, length, dtype=torch.long)
+    program = capture(loss_of, model, (model, ids), {}).program
+    return max(step_memory([run_passes(program, PLAN, rank)]).peak for rank in range(RANKS))
+
+
+# --- measuring on real ranks -----------------------------------------------------------------------------------------
+
+
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+def _with_evocompile(model: nn.Module, ids: Tensor) -> Loss:
+    step = evocompile.parallelize(loss_of, model=model, plan=PLAN, backend="eager")
+    evocompile.compile(step, model, ids)
+    return step
+
+
+def _with_fsdp2(model: nn.Module, ids: Tensor) -> Loss:
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # another name from transformers 6 on
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return loss_of
+
+
+SYSTEMS = {"evocompile": _with_evocompile, "fsdp2": _with_fsdp2}
+
+
+def _bytes(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+def _peak(system: str, length: int) -> int:
+    """Bytes at the peak of a step on this rank, after a short one that makes the optimizer's states."""
+    model = build()
+    ids = torch.randint(0, 2048, (1, length), generator=torch.Generator().manual_seed(0))
+    loss = SYSTEMS[system](model, ids)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss(model, ids[:, : 2 * STEP].clone()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    states = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
+    there = sum(map(_bytes, [*model.parameters(), ids, *states]))
+    with LiveBytes() as live:
+        loss(model, ids).backward()
+    optimizer.step()
+    return there + live.peak
+
+
+def _work(rank: int, system: str, length: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
+    peak = _peak(system, length)
+    with open(os.path.join(folder, f"{rank}"), "w") as file:
+        file.write(str(peak))
+    dist.destroy_process_group()
+
+
+def measured(system: str, length: int) -> int:
+    """The peak of a step, at the rank with more."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_work, (system, length, folder), RANKS)
+        peaks = []
+        for rank in range(RANKS):
+            with open(os.path.join(folder, f"{rank}")) as file:
+                peaks.append(int(file.read()))
+    print(f"{system:12} {length:>8,} tokens: {max(peaks) / MB:8.1f} MB", flush=True)
+    return max(peaks)
+
+
+# --- searching -------------------------------------------------------------------------------------------------------
+
+
+def longest(peak: Callable[[int], int], limit: int) -> tuple[int, int]:
+    """The longest length of which the peak is within the limit, and that peak: along the line through two lengths."""
+    known = {length: peak(length) for length in (8 * STEP, 16 * STEP)}
+    while True:
+        (low, first), (high, second) = sorted(known.items())[-2:]
+        slope = (second - first) / (high - low)
+        guess = int((high + (limit - second) / slope) // STEP * STEP)
+        if guess in known:
+            fitting = max(length for length, size in known.items() if size <= limit)
+            if guess + STEP in known or fitting != guess:
+                return fitting, known[fitting]
+            guess += STEP
+        known[guess] = peak(guess)
+        if known[guess] > limit and (below := guess - STEP) not in known:
+            known[below] = peak(below)
+
+
+def confirmed(length: int, limit: int) -> tuple[int, int]:
+    """The length or the next shorter one that a real step fits."""
+    while (size := measured("evocompile", length)) > limit:
+        length -= max(round((size - limit) / size * length / STEP), 1) * STEP
+    return length, size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit-mb", type=int, default=384)
+    parser.add_argument("--predict-only", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=tuple(SYSTEMS), default=tuple(SYSTEMS))
+    options = parser.parse_args()
+    limit, found = options.limit_mb * MB, dict.fromkeys([*SYSTEMS, "alst"])
+    peaks: dict[str, float] = {}
+    if "evocompile" in options.only:
+        length, size = longest(predicted, limit)
+        print(f"evocompile   {length:>8,} tokens: {size / MB:8.1f} MB by the memory model", flush=True)
+        if not options.predict_only:
+            length, size = confirmed(length, limit)
+        found["evocompile"], peaks["evocompile"] = length, round(size / MB, 1)
+    if "fsdp2" in options.only:
+        found["fsdp2"], size = longest(lambda length: measured("fsdp2", length), limit)
+        peaks["fsdp2"] = round(size / MB, 1)
+    print(f"\nlongest sequence in {options.limit_mb} MB a rank, {RANKS} ranks")
+    for system, length in found.items():
+        why = "DeepSpeed is not installed" if system == "alst" else "left out"
+        print(f"  {system:12} " + (f"{length:>8,} tokens" if length else f"not run: {why}"))
+    machine = f"{platform.machine()}, torch {torch.__version__}"
+    print(json.dumps({**found, "peaks_mb": peaks, "machine": machine}))
+
+
+if __name__ == "__main__":
+    main()
