@@ -19,6 +19,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import fx
 
 from . import torch_private
 from .collectives import Event, group_names
@@ -27,6 +28,10 @@ from .mesh import group_ranks
 from .passes.verify import agree
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
+_WAYS_OUT = {
+    "what the model computes": ". The model's code, a Python number that it uses or a part of it depends on the rank: "
+    "pass what differs between ranks as a part of the batch, or leave it out"
+}
 _FAREWELL = 30.0  # seconds that a rank waits, once everything is known, for the others to have read it too
 
 
@@ -104,6 +109,20 @@ def digest(tensor: torch.Tensor) -> str:
     return sha.hexdigest()
 
 
+def computation(graph: fx.Graph) -> str:
+    """What a captured graph computes, in a few words that are equal where it is: operators, numbers, shapes."""
+    numbers = {node: index for index, node in enumerate(graph.nodes)}
+    sha = hashlib.sha256()
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        shapes = [tuple(each.shape) if isinstance(each, torch.Tensor) else None for each in values]
+        arguments = fx.map_arg((node.args, node.kwargs), lambda each: f"%{numbers[each]}")
+        called = node.target if node.op == "get_attr" else node.op if node.op != "call_function" else str(node.target)
+        sha.update(f"{called} {arguments} {shapes}".encode())
+    return f"{len(numbers)} operators (fingerprint {sha.hexdigest()[:12]})"
+
+
 def _check_equal(fingerprints: list[dict[str, str]]) -> None:
     for name in sorted(set().union(*fingerprints)):
         by_value: dict[str | None, list[int]] = defaultdict(list)
@@ -111,7 +130,7 @@ def _check_equal(fingerprints: list[dict[str, str]]) -> None:
             by_value[each.get(name)].append(rank)
         if len(by_value) > 1:
             values = "; ".join(f"{_list(ranks)}: {value}" for value, ranks in by_value.items())
-            raise PlanError(f"{name} must be equal on all ranks, but is {values}")
+            raise PlanError(f"{name} must be equal on all ranks, but is {values}{_WAYS_OUT.get(name, '')}")
 
 
 def _list(ranks: Sequence[int]) -> str:

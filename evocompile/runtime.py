@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .agreement import agree_across_ranks, check_same_inputs
+from .agreement import agree_across_ranks, check_same_inputs, computation
 from .attention_backends import check_backends
 from .auto import Search
 from .capture import Captured, capture
@@ -281,7 +281,7 @@ class ParallelCall(NotCopied):
         A rank that fails here still comes to the meeting, so that the others hear of it instead of waiting.
         """
         failure: Exception | None = None
-        outcome = "a program"
+        outcome = computed = "a program"
         try:
             progress("capturing the model")
             check_sharded(self.model.module)
@@ -291,6 +291,8 @@ class ParallelCall(NotCopied):
                 self.original, self.model.module, args, kwargs, parts=parts, precision=self.model.precision
             )
             self.model.settle(captured.program)
+            assert captured.program.joint is not None
+            computed = computation(captured.program.joint.graph)
             programs = [
                 run_passes(captured.program, self.plan, self.rank, number=number, progress=progress)
                 for number in range(self.plan.microbatches)
@@ -313,7 +315,10 @@ class ParallelCall(NotCopied):
             "the precision": str(self.model.precision),
             "the backend": self.options.backend,
             "the attention backend": self.options.attention_backend or "any",
+            "the gradient mode": "enabled" if torch.is_grad_enabled() else "disabled",
+            "the mode of the model": _mode(self.model.module),
             "what compiling the call gives": outcome,
+            "what the model computes": computed,
         }
         try:
             groups = agree_across_ranks(events, fingerprint)
@@ -398,3 +403,11 @@ def parallel_forward(module: nn.Module) -> ParallelForward | None:
     while forward is not None and not isinstance(forward, ParallelForward):
         forward = getattr(forward, "__wrapped__", None)  # as Accelerate puts autocast around it
     return forward
+
+
+def _mode(module: nn.Module) -> str:
+    """Of all parts of a model, as far as it is one."""
+    parts = [each.training for each in module.modules()]
+    if all(parts) or not any(parts):
+        return "training" if parts[0] else "evaluation"
+    return f"training in {sum(parts)} of its {len(parts)} modules"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import evocompile
-from evocompile import InputError, Plan, lazy
+from evocompile import InputError, Plan, PlanError, lazy
 from tests.distributed.launch import run_ranks
 
 
@@ -66,6 +66,47 @@ def test_every_rank_hears_at_once(case: str, says: str, outcomes: list[dict[str,
         message, seconds = heard[case]
         assert says in message
         assert seconds < 30  # far below any time-out
+
+
+class Dropping(Tiny):
+    """With a number that the model's code takes, and with dropout, which asks all ranks for one seed."""
+
+    factor = 1
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return nn.functional.dropout(super().forward(ids) * self.factor, 0.5, self.training)
+
+
+def different_first_calls() -> list[str]:
+    """What this rank hears where the ranks' first calls are of different programs."""
+    heard, rank = [], dist.get_rank()
+
+    def call(model: Dropping, records: bool = True) -> None:
+        parallel = evocompile.parallelize(model, plan=Plan(cp=2), backend="eager")
+        with pytest.raises(PlanError) as caught, torch.set_grad_enabled(records):
+            parallel(ids=torch.arange(10).view(2, 5))
+        heard.append(str(caught.value))
+
+    def tiny() -> Dropping:
+        torch.manual_seed(0)
+        return Dropping()
+
+    call(tiny().train(rank == 0))
+    call(tiny(), records=rank == 0)
+    other = tiny()
+    other.factor = 1 + rank
+    call(other)
+    return heard
+
+
+def test_first_calls_of_different_programs() -> None:
+    says = [
+        "the mode of the model must be equal on all ranks, but is rank 0: training; rank 1: evaluation",
+        "the gradient mode must be equal on all ranks, but is rank 0: enabled; rank 1: disabled",
+        "what the model computes must be equal on all ranks",
+    ]
+    for heard in run_ranks(different_first_calls, 2):
+        assert [text[: len(start)] for text, start in zip(heard, says, strict=True)] == says
 
 
 def use_on_one_rank_first() -> list[str]:
