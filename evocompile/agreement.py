@@ -11,6 +11,7 @@ import base64
 import contextlib
 import hashlib
 import json
+import re
 import time
 import zlib
 from collections import defaultdict
@@ -32,6 +33,7 @@ _WAYS_OUT = {
     "what the model computes": ". The model's code, a Python number that it uses or a part of it depends on the rank: "
     "pass what differs between ranks as a part of the batch, or leave it out"
 }
+_DEVICE = re.compile(r"device\(type='(\w+)'(?:, index=\d+)?\)")  # each rank has its own
 _FAREWELL = 30.0  # seconds that a rank waits, once everything is known, for the others to have read it too
 
 
@@ -119,7 +121,7 @@ def computation(graph: fx.Graph) -> str:
         shapes = [tuple(each.shape) if isinstance(each, torch.Tensor) else None for each in values]
         arguments = fx.map_arg((node.args, node.kwargs), lambda each: f"%{numbers[each]}")
         called = node.target if node.op == "get_attr" else node.op if node.op != "call_function" else str(node.target)
-        sha.update(f"{called} {arguments} {shapes}".encode())
+        sha.update(_DEVICE.sub(r"\1", f"{called} {arguments} {shapes}").encode())
     return f"{len(numbers)} operators (fingerprint {sha.hexdigest()[:12]})"
 
 

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import fx
 
-from evocompile.agreement import agree_across_ranks, check_same_inputs, decode, digest, encode
+from evocompile.agreement import agree_across_ranks, check_same_inputs, computation, decode, digest, encode
 from evocompile.collectives import Event
 from evocompile.errors import DeadlockError, EvocompileError, InputError, PlanError
 from evocompile.mesh import group_ranks
@@ -261,3 +262,14 @@ def test_a_gloo_rank_that_fails_before_the_check_is_named() -> None:
     for rank in (0, 2):
         assert outcomes[rank].error is None
         assert "rank 1 did not come to the check before the first step within 15 s" in outcomes[rank].result
+
+
+def test_a_computation_is_told_from_another_but_not_by_its_device() -> None:
+    def told(factor: float, device: str) -> str:
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        made = graph.call_function(torch.ops.aten.full.default, ([2], factor), {"device": torch.device(device)})
+        graph.output(graph.call_function(torch.ops.aten.mul.Tensor, (x, made)))
+        return computation(graph)
+
+    assert told(1.0, "cuda:0") == told(1.0, "cuda:1") != told(2.0, "cuda:0")
