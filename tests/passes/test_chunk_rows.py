@@ -118,7 +118,6 @@ def test_the_inside_of_an_mlp(recompute: str) -> None:
         ("llama", Plan(cp=2)),
         ("gpt2", Plan(cp=3, shard=Shard())),
         ("gemma2", Plan(dp=2, cp=2, recompute="full")),
-        ("bert", Plan(cp=2)),
     ],
     ids=str,
 )
