@@ -37,6 +37,7 @@ COMBINATIONS = [
     (Case("gpt", length=13, batch=3, seed=1), DP2CP2),
     (Case("gpt", length=13, batch=3, seed=1), sharded(CP4, 2)),
     (Case("gpt", length=13, batch=3, seed=1), Plan(dp=4, shard=Shard(1, 1, 1))),
+    (Case("mixtral", length=13, seed=3), Plan(tp=2)),
     # ranks without a token, ranks without a row of the batch
     (Case("llama", length=3), CP4),
     (Case("gpt", length=5, batch=1), Plan(dp=2, cp=4)),

@@ -75,7 +75,7 @@ def ranks_of(plan: Plan, length: int = 7, **sizes: int | bool) -> list[Program]:
         (Plan(tp=3), {"heads": 5, "kv_heads": 5, "bias": True}),  # no degree divides
         (Plan(tp=4), {"heads": 4, "kv_heads": 1}),  # keys and values at every rank
         (Plan(tp=2, cp=2, shard=Shard(1, 2, 4)), {}),
-        (Plan(tp=2, dp=2, cp=2), {"bias": True}),
+        (Plan(tp=2, dp=2, cp=2, shard=Shard(2, 4, 8)), {"bias": True}),
         (Plan(tp=2, ulysses=2, attention="ring"), {"heads": 6, "kv_heads": 2}),
         (Plan(tp=2, cp=2, recompute="full"), {}),
     ],
