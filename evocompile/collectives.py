@@ -25,6 +25,8 @@ from .errors import DeadlockError, PlanError
 from .mesh import group_ranks
 from .program import Collective, Program, clone_graph, nbytes
 
+_functional = torch.ops._c10d_functional
+
 # --- exchanges -----------------------------------------------------------------------------------------------------
 
 
@@ -100,6 +102,16 @@ def exchange_wait(buffer: torch.Tensor) -> torch.Tensor:
     return buffer if exchange.landing is buffer else buffer.copy_(exchange.landing)
 
 
+def all_gather_on_gloo(input: torch.Tensor, group_size: int, group: str) -> torch.Tensor:
+    """torch's functional all-gather, by gloo's own gather of one tensor.
+
+    The functional operator takes gloo's gather of several tensors, which in torch 2.13 writes beyond its buffers where
+    gathers of different sizes are under way together.
+    """
+    out = input.new_empty(group_size * input.shape[0], *input.shape[1:])
+    return _functional.all_gather_into_tensor_out(input, group_size, group, out=out)
+
+
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The tensors' elements in one contiguous 1-D buffer; no copy for a single contiguous tensor."""
     flat = [tensor.reshape(-1) for tensor in tensors]
@@ -119,12 +131,13 @@ def pending_works() -> int:
 
 has_side_effect(exchange_start)  # dead-code elimination on one rank would leave its peer waiting
 has_side_effect(exchange_wait)
+has_side_effect(all_gather_on_gloo)
 
 # --- recognising ---------------------------------------------------------------------------------------------------
 
-_functional = torch.ops._c10d_functional
 STARTS: dict[Callable[..., Any], tuple[str, tuple[str, ...]]] = {  # target: (kind, names of its parameters)
     _functional.all_gather_into_tensor.default: ("all_gather", ("input", "group_size", "group")),
+    all_gather_on_gloo: ("all_gather", ("input", "group_size", "group")),
     _functional.reduce_scatter_tensor.default: ("reduce_scatter", ("input", "reduce", "group_size", "group")),
     _functional.all_reduce.default: ("all_reduce", ("input", "reduce", "group")),
     _functional.all_to_all_single.default: ("all_to_all", ("input", "output_splits", "input_splits", "group")),
@@ -327,7 +340,10 @@ class Communicators:
                 node.update_kwarg("group", self._groups[node.kwargs["group"]].group_name)
             else:
                 index = STARTS[node.target][1].index("group")
-                node.update_arg(index, self._groups[node.args[index]].group_name)
+                group = self._groups[node.args[index]]
+                node.update_arg(index, group.group_name)
+                if node.target is _functional.all_gather_into_tensor.default and dist.get_backend(group) == "gloo":
+                    node.target = all_gather_on_gloo
         resolved.recompile()
         return resolved
 
