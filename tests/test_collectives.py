@@ -302,3 +302,29 @@ def test_a_peer_that_dies_raises_at_once() -> None:
     assert "this rank dies" in victim.error
     assert survivor.error is None
     assert survivor.result < 10
+
+
+SIZES = [1, 24, 333, 20000, 8, 4096, 64] * 3
+
+
+def gathers_in_flight(group: str = "params:0,1", repeats: int = 800) -> int:
+    """Starts gathers of many sizes before it waits for the first; how many gave something else than they have to."""
+    graph = fx.Graph()
+    shards = [graph.placeholder(f"x{i}") for i in range(len(SIZES))]
+    starts = [graph.call_function(c10d.all_gather_into_tensor.default, (each, 2, group)) for each in shards]
+    graph.output([graph.call_function(c10d.wait_tensor.default, (start,)) for start in starts])
+    communicators = Communicators(CPU)
+    communicators.create([group])
+    step = communicators.resolve(fx.GraphModule({}, graph))
+    wrong = 0
+    for repeat in range(repeats):
+        mine = [torch.full((size,), float(i + repeat + dist.get_rank())) for i, size in enumerate(SIZES)]
+        for i, whole in enumerate(step(*mine)):
+            parts = whole.view(2, -1)
+            wrong += not (parts[0].eq(i + repeat).all() and parts[1].eq(i + repeat + 1).all())
+    communicators.destroy()
+    return wrong
+
+
+def test_gathers_of_many_sizes_are_under_way_together() -> None:
+    assert run_ranks(gathers_in_flight, 2) == [0, 0]
