@@ -8,8 +8,9 @@ bulk ahead   gathers of parameters and their refreshes. Their data is there when
              of the stretches between urgent communication in that layer, the one that multiplies by most of them. At
              most two layers are held whole. A refresh that a gather follows starts two layers ahead.
 urgent       what the computation waits for: ring steps, all-to-alls, sums. Started where the earlier passes have put
-             it or, where that is earlier, as soon as its operands are there; ring steps keep their places, one step
-             ahead, as each holds a buffer.
+             it or, where that is earlier, as soon as its operands are there, but behind the ring steps before it: some
+             ranks of a ring are done sooner than others. Ring steps keep their places, one step ahead, as each holds a
+             buffer.
 bulk behind  reductions of gradients. Started as soon as a gradient is there, waited for at the end: the optimizer
              alone needs them.
 
@@ -84,6 +85,7 @@ class _Schedule:
         self._queues: dict[str, deque[Unit]] = defaultdict(deque)  # by group: the others, in the graph's order
         self._readers: dict[fx.Node, list[Unit]] = defaultdict(list)
         self._moved = {node for unit in self._ahead.units for node in unit.nodes}
+        fence: fx.Node | None = None  # the last exchange: how long before it data is there differs from rank to rank
         for unit in self.units:
             if unit in self._ahead.units:
                 continue
@@ -91,11 +93,13 @@ class _Schedule:
             exchanges = unit.start.target is exchange_start
             stays = bool(unit.inputs & self._lazy) or (exchanges and not (everything and unit.inputs))
             unit.why = "in its place" if stays else "as soon as its data is there"
-            unit.missing = -1 if stays else len(unit.inputs)
+            needs = unit.inputs if exchanges or fence is None else {*unit.inputs, fence}
+            unit.missing = -1 if stays else len(needs)
             if not stays:
                 self._moved.update(unit.nodes)
-                for node in unit.inputs:
+                for node in needs:
                     self._readers[node].append(unit)
+            fence = unit.start if exchanges else fence
         self._done: dict[fx.Node, None] = {}
 
     def order(self) -> list[fx.Node]:
