@@ -9,6 +9,7 @@ a and a + p layers are taken, a = q + p + (n - q) mod p, but 2 at least. The cos
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from .errors import CaptureError
 from .graph_costs import Counts, count
 from .precision import Precision
 from .program import InputKind, Program
+
+log = logging.getLogger("evocompile")
 
 Counted = dict[str, Counts]
 
@@ -66,8 +69,8 @@ def fold(
         if few + 2 * period <= depth:
             try:
                 small, larger = captured(few), captured(few + period)
-            except (CaptureError, IndexError):
-                pass  # the model counts its layers itself
+            except (CaptureError, IndexError) as error:  # the model counts its layers itself
+                log.warning("the model does not run with fewer layers, so all %d are captured: %s", depth, error)
             else:
                 return _folded(small, larger, depth, few, period)
     program = captured(None)

@@ -34,8 +34,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.library import custom_op
+from torch import Tensor, library
 
 from evocompile.torch_private import arguments_by_name
 
@@ -50,7 +49,7 @@ _PLACE = "int batch=0, int head=0"
 # ---- operators of a split graph ----
 
 
-@custom_op(
+@library.custom_op(
     "evocompile::attention_step",
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor[] tables, Tensor? out, Tensor? lse, str mask, int[] q_intervals,"
@@ -89,7 +88,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_rest: Any, **_form: Any) -> tuple[Tenso
     return state_like(q, v, accumulation_dtype(q.dtype))
 
 
-@custom_op("evocompile::attention_merge", mutates_args=())
+@library.custom_op("evocompile::attention_merge", mutates_args=())
 def attention_merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Two states (out, lse) of the same rows over different keys as one; all in the accumulation dtype."""
     return reference.merge(out, lse, other_out, other_lse)
@@ -100,7 +99,7 @@ def _(out: Tensor, lse: Tensor, _other_out: Tensor, _other_lse: Tensor) -> tuple
     return torch.empty_like(out), torch.empty_like(lse)
 
 
-@custom_op(
+@library.custom_op(
     "evocompile::attention_backward_step",
     mutates_args=(),
     schema="(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] tables, str mask,"
@@ -144,7 +143,7 @@ def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: Any, **_form: Any)
 # ---- operators with a predicate, before the split ----
 
 
-@custom_op(
+@library.custom_op(
     "evocompile::attention",
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, Tensor[] tables, str mask, float scale, {FORM}) -> (Tensor, Tensor)",
@@ -172,7 +171,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_rest: Any, **_form: Any) -> tuple[Tenso
     return state_like(q, v, q.dtype)
 
 
-@custom_op(
+@library.custom_op(
     "evocompile::attention_backward",
     mutates_args=(),
     schema="(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] tables, str mask,"

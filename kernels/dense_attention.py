@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.library import Library, custom_op
+from torch import Tensor, library
 
 from evocompile.torch_private import arguments_by_name
 
@@ -20,7 +19,7 @@ from .steps import attend_block, attend_block_backward, contiguous, state_like
 _GRIDS = "Tensor[]? grids=None"
 
 
-@custom_op(
+@library.custom_op(
     "evocompile::dense_attention",
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, Tensor? mask, bool is_causal, float scale, {FORM}, {_GRIDS}) ->"
@@ -60,7 +59,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_rest: Any, **_form: Any) -> tuple[Tenso
     return state_like(q, v, q.dtype)
 
 
-@custom_op(
+@library.custom_op(
     "evocompile::dense_attention_backward",
     mutates_args=(),
     schema="(Tensor d_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? mask, bool is_causal,"
@@ -148,7 +147,7 @@ def _register_autocast(dispatch_key: str, device_type: str) -> None:
     _autocast.impl("dense_attention", cast_and_attend, dispatch_key)
 
 
-_autocast = Library("evocompile", "IMPL")
+_autocast = library.Library("evocompile", "IMPL")
 _register_autocast("AutocastCPU", "cpu")
 _register_autocast("AutocastCUDA", "cuda")
 

@@ -7,8 +7,7 @@ split value a stream of its own, so the draws repeat with the seed, whatever els
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-from torch.library import custom_op
+from torch import Tensor, library
 
 _MASK = (1 << 64) - 1
 
@@ -23,7 +22,7 @@ def stream_seed(seed: int, *streams: int) -> int:
     return seed >> 1
 
 
-@custom_op("evocompile::random", mutates_args=())
+@library.custom_op("evocompile::random", mutates_args=())
 def random(
     seed: Tensor,
     stream: int,
@@ -50,7 +49,7 @@ def _(
     return torch.empty(size, dtype=dtype, device=device)
 
 
-@custom_op("evocompile::attention_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+@library.custom_op("evocompile::attention_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def attention_seed(stream: int) -> Tensor:
     """A seed for the dropout of one attention, from the process' generator; int64 scalar on the CPU.
 
@@ -64,7 +63,7 @@ def _(stream: int) -> Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 
-@custom_op("evocompile::stream_seed", mutates_args=())
+@library.custom_op("evocompile::stream_seed", mutates_args=())
 def seed_of_stream(seed: Tensor, stream: int) -> Tensor:
     """The seed of a stream of the step's seed; int64 scalars on the CPU."""
     return torch.tensor(stream_seed(int(seed), stream), dtype=torch.int64)

@@ -123,7 +123,7 @@ def test_a_period_of_layers_is_found() -> None:
     assert ends(keys(layers)) == (1, 2)
 
 
-def test_a_model_that_counts_its_layers_is_captured_whole() -> None:
+def test_a_model_that_counts_its_layers_is_captured_whole(caplog: pytest.LogCaptureFixture) -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -136,6 +136,7 @@ def test_a_model_that_counts_its_layers_is_captured_whole() -> None:
 
     found = fold(Counting(), (torch.zeros(2, 4),), {})
     assert found.repeated is None
+    assert "all 6 are captured" in caplog.text
     assert found.counts["none"].forward["float32"].at(2, 4, 1, 1) == 2 * 6 * 2 * 16
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.library import custom_op
+from torch import Tensor, library
 from torch.utils.flop_counter import register_flop_formula
 
 from evocompile.kernels.blocks import blocks
@@ -30,7 +29,7 @@ def _step(
     return Step(mask, tables, tuple(q_intervals), tuple(k_intervals), scale, softcap, slopes)
 
 
-@custom_op("evocompile::triton_attention_step_", mutates_args=("out", "lse"))
+@library.custom_op("evocompile::triton_attention_step_", mutates_args=("out", "lse"))
 def triton_attention_step_(
     q: Tensor,
     k: Tensor,
@@ -57,7 +56,7 @@ def _(*_arguments: Any, **_rest: Any) -> None:
     return None
 
 
-@custom_op("evocompile::triton_attention_backward_step_", mutates_args=("dq", "dk", "dv"))
+@library.custom_op("evocompile::triton_attention_backward_step_", mutates_args=("dq", "dk", "dv"))
 def triton_attention_backward_step_(
     d_out: Tensor,
     q: Tensor,

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.library import custom_op
+from torch import Tensor, library, nn
 
 import evocompile
 from evocompile import ShardingError
@@ -60,7 +59,7 @@ def notes_on(model: nn.Module) -> list[Note]:
 # ---- custom operators
 
 
-@custom_op("rules_test::decay", mutates_args=())
+@library.custom_op("rules_test::decay", mutates_args=())
 def decay(x: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
     """A scan over dim 1, and its last state."""
     states = [x[:, 0]]
@@ -74,7 +73,7 @@ def _(x: Tensor, rate: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x[:, 0])
 
 
-@custom_op("rules_test::gate", mutates_args=())
+@library.custom_op("rules_test::gate", mutates_args=())
 def gate(x: Tensor, w: Tensor) -> Tensor:
     return x * torch.sigmoid(w)
 
@@ -84,7 +83,7 @@ def _(x: Tensor, w: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-@custom_op("rules_test::gate_backward", mutates_args=())
+@library.custom_op("rules_test::gate_backward", mutates_args=())
 def gate_backward(d_out: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     s = torch.sigmoid(w)
     return d_out * s, (d_out * x * s * (1 - s)).flatten(0, -2).sum(0)
