@@ -4,6 +4,9 @@
 
 The function and its arguments travel by pickle (so the function has to be at the top level of a module), results and
 errors come back by file. The ranks meet through a file, so no port can be taken by somebody else.
+
+Ranks are forks of one process that has imported the large libraries, which would cost each of them four seconds; but
+not evocompile, as some tests look at a process into which it is imported later.
 """
 
 from __future__ import annotations
@@ -22,6 +25,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(
+    [
+        "torch._dynamo",
+        "torch.distributed.tensor",
+        "torch.distributed.checkpoint",
+        "transformers.models.llama.modeling_llama",
+    ]
+)
 
 
 @dataclass(frozen=True)
@@ -55,10 +68,12 @@ def launch(
     group_timeout: seconds until a collective of the default group raises.
     backend:       of the default group.
     """
-    spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         processes: list[BaseProcess] = [
-            spawn.Process(target=_rank_main, args=(folder, rank, world, group_timeout, backend, function, args))
+            _PROCESSES.Process(
+                target=_rank_main,
+                args=(dict(os.environ), folder, rank, world, group_timeout, backend, function, args),
+            )
             for rank in range(world)
         ]
         try:
@@ -84,6 +99,7 @@ def _outcome(folder: Path, rank: int, process: BaseProcess, timeout: float) -> O
 
 
 def _rank_main(
+    environment: dict[str, str],
     folder: str,
     rank: int,
     world: int,
@@ -93,6 +109,8 @@ def _rank_main(
     args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    os.environ.clear()  # the forks' is of when the first of them was started
+    os.environ.update(environment)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     try:
         dist.init_process_group(
