@@ -22,11 +22,12 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor, fx
 
-from . import collectives, torch_private
+from . import collectives
 from .chunks import RowLoop
 from .errors import InputError
 from .program import output_values, placeholders
 from .segments import Segment, Step, as_graph, cut, structure
+from .shared_compile import compile_segments
 
 Resolve = Callable[[fx.Node], Callable[..., Any]]
 
@@ -62,6 +63,7 @@ def compile_graph(
         if isinstance(step, Segment):
             kinds.setdefault(structure(step), []).append(step)
     graphs = [as_graph(equal[0]) for equal in kinds.values()]
+    by_inductor = compile_segments(list(zip(kinds, graphs, strict=True)), progress) if backend == "inductor" else []
 
     locals_ = (node.name for graph in (graph_module.graph, *graphs) for node in graph.nodes)
     scope = _Scope(locals_)
@@ -71,9 +73,7 @@ def compile_graph(
         name = scope.new_name(f"segment_{number}")
         size = f"{len(equal[0].nodes)} operators"
         if backend == "inductor":
-            if progress is not None:
-                progress(f"compiling segment {number} of {len(kinds)} ({size})")
-            scope.values[name], strides = torch_private.compile_with_inductor(graph)
+            scope.values[name], strides = by_inductor[number - 1]
             texts.append(f"# {name}: {size}, compiled by Inductor, called {len(equal)} times")
         else:
             strides = [node.meta["val"].stride() for node in equal[0].outputs]

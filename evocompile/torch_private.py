@@ -517,7 +517,17 @@ def wrapper_tensor(
 # --- Inductor --------------------------------------------------------------------------------------------------------
 
 
-def compile_with_inductor(graph: fx.Graph) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], list[tuple[int, ...]]]:
+CompiledSegment = tuple[Callable[[list[Tensor]], Sequence[Tensor]], list[tuple[int, ...]]]
+
+
+def inductor_cache_folder() -> str:
+    """Where Inductor keeps what it compiled, on this machine."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+def compile_with_inductor(graph: fx.Graph) -> CompiledSegment:
     """Compile a functional graph that returns a tuple, without autograd, and the strides that its outputs will have.
 
     graph: placeholders carry fake values in "val"; inputs must come with their shapes and strides. What our passes
