@@ -26,14 +26,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from shaped_network import BITS, network
 from torch import Tensor, fx
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -48,7 +48,6 @@ from evocompile.rates import Link, Rates, has_flops
 from evocompile.simulate import simulate, step_work
 
 Result = tuple[tuple[int, ...], torch.dtype]  # shape and type
-BITS = {"gbit": 1e9, "mbit": 1e6}
 WIDE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6}  # weights are much, tokens few
 LONG = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 
@@ -232,54 +231,16 @@ def worker(names: list[str], bandwidth: float, repeats: int, result: Path) -> No
 # --- the network -----------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def shaped(world: int, rate: str) -> Iterator[list[str]]:
-    """Namespaces of `world` ranks on one bridge, each behind a link of this rate both ways; their names."""
-    tag = f"evo{os.getpid() % 10000}"
-    names = [f"{tag}n{rank}" for rank in range(world)]
-    shape = f"root tbf rate {rate} burst 64kb latency 50ms"
-    try:
-        ip(f"link add {tag}b type bridge")
-        ip(f"link set {tag}b up")
-        for rank, name in enumerate(names):
-            ip(f"netns add {name}")
-            ip(f"link add {tag}v{rank} type veth peer name eth0 netns {name}")
-            ip(f"link set {tag}v{rank} master {tag}b up")
-            ip(f"-n {name} addr add 10.77.0.{rank + 1}/24 dev eth0")
-            ip(f"-n {name} link set eth0 up")
-            ip(f"-n {name} link set lo up")
-            run(f"tc qdisc add dev {tag}v{rank} {shape}")
-            run(f"tc -n {name} qdisc add dev eth0 {shape}")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
-        subprocess.run(["ip", "link", "del", f"{tag}b"], capture_output=True)
-
-
-def ip(arguments: str) -> None:
-    run(f"ip {arguments}")
-
-
-def run(command: str) -> None:
-    try:
-        done = subprocess.run(command.split(), capture_output=True, text=True)
-    except FileNotFoundError:
-        raise SystemExit(f"{command.split()[0]!r} is missing: install iproute2") from None
-    if done.returncode:
-        raise SystemExit(f"the network cannot be shaped here (root is needed): {command}: {done.stderr.strip()}")
-
-
 def launch(world: int, names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    with shaped(world, options.rate) as namespaces, tempfile.TemporaryDirectory() as folder:
+    with network(world) as links, tempfile.TemporaryDirectory() as folder:
+        links.shape(options.rate)
         result = Path(folder) / "result.json"
         processes = []
-        for rank, namespace in enumerate(namespaces):
-            places = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29511"}
-            environment = os.environ | places | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-            command = ["ip", "netns", "exec", namespace, sys.executable, __file__, "--virtual", "--rate", options.rate]
+        for rank in range(world):
+            command = [sys.executable, __file__, "--virtual", "--rate", options.rate]
             command += ["--repeats", str(options.repeats), "--result", str(result), "--cases", *names]
-            processes.append(subprocess.Popen(command, env=environment))
+            environment = os.environ | links.environment(rank, 29511)
+            processes.append(subprocess.Popen(links.command(rank, command), env=environment))
         try:
             codes = [process.wait() for process in processes]
         finally:
