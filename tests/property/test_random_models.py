@@ -39,7 +39,7 @@ def check(text: Text, plan: Plan) -> None:
 
 
 @settings(
-    max_examples=EXAMPLES or 100,
+    max_examples=EXAMPLES or 60,
     derandomize=not EXAMPLES,
     database=None,
     deadline=None,
