@@ -23,6 +23,7 @@ from . import torch_private
 from .chunks import RowLoop
 from .errors import DeadlockError, PlanError
 from .mesh import group_ranks
+from .offload import TRANSFERS
 from .program import Collective, Program, clone_graph, nbytes
 
 _functional = torch.ops._c10d_functional
@@ -155,13 +156,15 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def is_boundary(node: fx.Node) -> bool:
-    """Must not be swallowed by a compute segment: communication, our own operators, and the unpacking of both."""
+    """Must not be swallowed by a compute segment: communication, transfers to and from the host, our own operators, and
+    the unpacking of these."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
         return isinstance(node.args[0], fx.Node) and is_boundary(node.args[0])
     ours = getattr(node.target, "namespace", None) == "evocompile"
-    return ours or is_start(node) or is_wait(node) or node.target is unpack or isinstance(node.target, RowLoop)
+    moves = is_start(node) or is_wait(node) or node.target in TRANSFERS
+    return ours or moves or node.target is unpack or isinstance(node.target, RowLoop)
 
 
 # --- describing ----------------------------------------------------------------------------------------------------

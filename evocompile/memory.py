@@ -14,24 +14,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from .chunks import RowLoop
-from .collectives import STARTS, exchange_start, is_start, is_wait, start_arguments, unpack
+from .collectives import is_start, is_wait
 from .errors import PlanError
 from .optimizers import ADAM
 from .passes.micro_batches import is_copied
 from .program import InputKind, OutputKind, Program, nbytes, output_values, placeholders, source_line
 from .segments import Segment, Step, cut
 from .shards import shard_shape
+from .storages import COMMUNICATION, TEMPORARIES, Storage, Value, storages, values_of, wire_of
 from .workspace import Workspaces
 
 PARAMETERS = "parameters"
@@ -41,8 +39,6 @@ GRADIENTS = "gradients"
 INPUTS = "inputs and buffers"
 SAVED = "saved for backward"
 OUTPUTS = "outputs"
-COMMUNICATION = "communication"
-TEMPORARIES = "temporaries"
 _LARGEST, _SHOWN = 12, 5  # lines of what is alive at the peak, and those that a table shows
 _WIDTH, _BARS = 96, "▁▂▃▄▅▆▇█"  # of the curve in a table
 TERMS = (PARAMETERS, COPIES, OPTIMIZER, GRADIENTS, INPUTS, SAVED, OUTPUTS, COMMUNICATION, TEMPORARIES)
@@ -74,6 +70,7 @@ class Memory:
     terms:   the bytes at the peak, by term; they add up to it.
     largest: the tensors of most bytes at the peak, those of one line together.
     curve:   every node of the step in the order in which they run.
+    host:    bytes at the most in host memory, of what `Plan.offload` keeps there.
     """
 
     peak: int
@@ -82,6 +79,7 @@ class Memory:
     terms: dict[str, int]
     largest: list[Held]
     curve: list[Moment]
+    host: int = 0
 
     def __str__(self) -> str:
         """The terms as a table, the largest tensors, and the curve."""
@@ -89,6 +87,8 @@ class Memory:
             f"memory of a step: {self.peak:,} bytes at the peak, in {self.at.graph}, {self.at.node}: {self.source}"
         ]
         lines += [f"  {size:>{len(f'{self.peak:,}')},}  {term}" for term, size in self.terms.items()]
+        if self.host:
+            lines.append(f"  and {self.host:,} bytes of host memory")
         lines.append("  largest at the peak:")
         lines += [f"    {each.bytes:,} bytes, {each.term}: {each.what}" for each in self.largest[:_SHOWN]]
         lines += [f"  {line}" for line in self._drawn()]
@@ -123,8 +123,8 @@ def step_memory(programs: Sequence[Program], *, states: float = ADAM, fused: boo
     """
     walk = _Walk(fused)
     own = _hold_states(walk, programs[0], states)
-    copies: dict[str, _Storage] = {}
-    left: list[_Value] = []
+    copies: dict[str, Storage] = {}
+    left: list[Value] = []
     for number, program in enumerate(programs):
         outputs, saved = _run_forward(walk, program, number == 0, own, copies)
         if program.backward is not None:
@@ -137,9 +137,9 @@ def step_memory(programs: Sequence[Program], *, states: float = ADAM, fused: boo
     return walk.memory()
 
 
-def _hold_states(walk: _Walk, program: Program, states: float) -> dict[str, _Storage]:
+def _hold_states(walk: _Walk, program: Program, states: float) -> dict[str, Storage]:
     """What is there before the step, forever: by the name of the input, what the graphs read of it."""
-    own: dict[str, _Storage] = {}
+    own: dict[str, Storage] = {}
     for each in program.inputs:
         if each.kind is InputKind.TANGENT:
             continue
@@ -150,15 +150,15 @@ def _hold_states(walk: _Walk, program: Program, states: float) -> dict[str, _Sto
             elements = math.prod(shard_shape(each.shape, optimizer, optimizer, program.rank))
             size, term = elements * each.state_dtype.itemsize, PARAMETERS
             if each.requires_grad and program.backward is not None:
-                walk.hold([_Storage(round(states * size), OPTIMIZER, f"optimizer states of {each.name}")])
-        own[each.name] = _Storage(size, term, each.name)
+                walk.hold([Storage(round(states * size), OPTIMIZER, f"optimizer states of {each.name}")])
+        own[each.name] = Storage(size, term, each.name)
         walk.hold([own[each.name]])
     return own
 
 
 def _run_forward(
-    walk: _Walk, program: Program, refreshes: bool, own: dict[str, _Storage], copies: dict[str, _Storage]
-) -> tuple[list[_Value], list[_Value]]:
+    walk: _Walk, program: Program, refreshes: bool, own: dict[str, Storage], copies: dict[str, Storage]
+) -> tuple[list[Value], list[Value]]:
     """Runs the forward graph, which fills `copies` where it refreshes: its outputs, and what it saves for backward.
 
     Of the outputs, a loss is computed outside from those that take a gradient; others are the caller's to keep.
@@ -167,7 +167,7 @@ def _run_forward(
     graph_module = program.first if is_first else program.forward
     assert graph_module is not None
     inputs = [each for each in program.inputs if each.kind is not InputKind.TANGENT]
-    given: list[_Value] = [own[each.name] if is_first else copies.get(each.name, own[each.name]) for each in inputs]
+    given: list[Value] = [own[each.name] if is_first else copies.get(each.name, own[each.name]) for each in inputs]
     users, updates = program.outputs_of(OutputKind.USER), program.outputs_of(OutputKind.BUFFER)
     copied = [each for each in inputs if is_copied(program, each)] if is_first else []
     values = output_values(graph_module.graph)
@@ -180,12 +180,12 @@ def _run_forward(
     return [value for value, takes in zip(results[:first], differentiable, strict=True) if takes], results[first:end]
 
 
-def _run_backward(walk: _Walk, program: Program, saved: list[_Value]) -> list[_Value]:
+def _run_backward(walk: _Walk, program: Program, saved: list[Value]) -> list[Value]:
     is_inner = program.micro is not None and program.inner is not None
     graph_module = program.inner if is_inner else program.backward
     assert graph_module is not None
     arriving = [
-        _Storage(nbytes(node.meta["val"]), OUTPUTS, "the gradient of an output")
+        Storage(nbytes(node.meta["val"]), OUTPUTS, "the gradient of an output")
         for node in placeholders(graph_module.graph)[len(saved) :]
     ]
     walk.hold(arriving)
@@ -223,44 +223,19 @@ def _way_out(term: str) -> str:
     return "Split the sequence over more ranks (cp, ulysses), or the batch (dp, microbatches)"
 
 
-def _deliver(walk: _Walk, program: Program, left: list[_Value]) -> None:
+def _deliver(walk: _Walk, program: Program, left: list[Value]) -> None:
     """The gradients of several micro-batches, over G, become those of the optimizer, one after the other."""
     degree = program.plan.shard_degrees.optimizer
     types = {each.name: each.state_dtype for each in program.inputs_of(InputKind.PARAMETER)}
     for value, each in zip(left, program.outputs_of(OutputKind.GRADIENT), strict=True):
         if value is not None:
             elements = math.prod(shard_shape(each.shape, degree, degree, program.rank))
-            walk.hold([_Storage(elements * types[each.name].itemsize, GRADIENTS, f"gradient of {each.name}")])
+            walk.hold([Storage(elements * types[each.name].itemsize, GRADIENTS, f"gradient of {each.name}")])
             walk.note("gradients", each.name)
             walk.drop([value])
 
 
 # --- walking -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class _Storage:
-    """Memory of one tensor and its views. holders: values and others that keep it alive, `wires` of them
-    communications under way. node: that made it."""
-
-    bytes: int
-    term: str
-    what: str
-    node: fx.Node | None = None
-    holders: int = 0
-    wires: int = 0
-    counted: bool = False
-
-
-_Value = Any  # of a node: a storage, a list of values, or None
-
-
-def _storages(value: _Value) -> Iterator[_Storage]:
-    if isinstance(value, _Storage):
-        yield value
-    elif isinstance(value, list):
-        for each in value:
-            yield from _storages(each)
 
 
 class _Walk:
@@ -269,31 +244,38 @@ class _Walk:
     def __init__(self, fused: bool) -> None:
         self._fused = fused
         self._workspaces = Workspaces()
-        self._events: list[tuple[_Storage, int]] = []  # allocated (1), freed (-1), now held by communications alone (0)
+        self._events: list[tuple[Storage, int]] = []  # allocated (1), freed (-1), now held by communications alone (0)
         self._moments: list[tuple[str, str, int, fx.Node | None, int]] = []  # … bytes, node, events before
-        self._now = 0
+        self._now = self._on_host = self._most_on_host = 0
 
     # --- holding ---
 
-    def hold(self, values: _Value) -> None:
-        for each in _storages(list(values)):
+    def hold(self, values: Value) -> None:
+        for each in storages(list(values)):
             each.holders += 1
             self._count(each)
 
-    def drop(self, values: _Value) -> None:
-        for each in _storages(list(values)):
+    def drop(self, values: Value) -> None:
+        for each in storages(list(values)):
             each.holders -= 1
             assert each.holders >= 0, f"{each.what} is freed twice"
             if not each.holders and each.counted:
                 each.counted = False
+                if each.on_host:
+                    self._on_host -= each.bytes
+                    continue
                 self._now -= each.bytes
                 self._events.append((each, -1))
             elif each.holders and each.holders == each.wires:
                 self._events.append((each, 0))
 
-    def _count(self, storage: _Storage) -> None:
+    def _count(self, storage: Storage) -> None:
         if not storage.counted:
             storage.counted = True
+            if storage.on_host:
+                self._on_host += storage.bytes
+                self._most_on_host = max(self._most_on_host, self._on_host)
+                return
             self._now += storage.bytes
             self._events.append((storage, 1))
 
@@ -305,16 +287,16 @@ class _Walk:
     def most(self) -> int:
         return max(moment[2] for moment in self._moments)
 
-    def added(self, first: list[_Value], second: list[_Value]) -> list[_Value]:
+    def added(self, first: list[Value], second: list[Value]) -> list[Value]:
         """The sums of two lists of gradients, one after the other."""
         if not first:
             return second
-        sums: list[_Value] = []
+        sums: list[Value] = []
         for a, b in zip(first, second, strict=True):
             if a is None or b is None:
                 sums.append(b if a is None else a)
                 continue
-            total = _Storage(a.bytes, GRADIENTS, a.what, a.node)
+            total = Storage(a.bytes, GRADIENTS, a.what, a.node)
             self.hold([total])
             self.note("sums of micro-batches", a.what)
             self.drop([a, b])
@@ -324,18 +306,18 @@ class _Walk:
     # --- graphs ---
 
     def run(
-        self, name: str, graph: fx.Graph, given: Sequence[_Value], terms: Sequence[str], *, owned: bool = False
-    ) -> list[_Value]:
+        self, name: str, graph: fx.Graph, given: Sequence[Value], terms: Sequence[str], *, owned: bool = False
+    ) -> list[Value]:
         """What the graph returns, held.
 
         terms: of the memory of what it returns, SAVED before others. owned: what is given is the graph's to free.
         """
-        values = _values(graph, given)
+        values = values_of(graph, given)
         returned = output_values(graph)
         results = [values[each] if isinstance(each, fx.Node) else None for each in returned]
-        before = set(_storages(list(given)))
+        before = set(storages(list(given)))
         for value, term in sorted(zip(results, terms, strict=True), key=lambda pair: pair[1] == SAVED):
-            for each in _storages(value):
+            for each in storages(value):
                 if each not in before:
                     each.term = term
         steps = cut(graph)
@@ -347,7 +329,7 @@ class _Walk:
         inputs = placeholders(graph) if owned else []
         own = {*order, *inputs}
         self.drop([values[each] for each in inputs if each not in last_use and each not in kept])
-        in_flight: dict[fx.Node, list[_Storage]] = {}
+        in_flight: dict[fx.Node, list[Storage]] = {}
         for i, node in enumerate(order):
             self.hold([values[node]])
             if is_start(node):
@@ -361,14 +343,14 @@ class _Walk:
         self.drop([values[node] for node in kept & own])
         return results
 
-    def _put_on_wire(self, start: fx.Node, values: dict[fx.Node, _Value]) -> list[_Storage]:
-        read = _wire(start, values)
+    def _put_on_wire(self, start: fx.Node, values: dict[fx.Node, Value]) -> list[Storage]:
+        read = wire_of(start, values)
         self.hold(read)
         for each in read:
             each.wires += 1
         return read
 
-    def _take_off_wire(self, read: list[_Storage]) -> None:
+    def _take_off_wire(self, read: list[Storage]) -> None:
         for each in read:
             each.wires -= 1
         self.drop(read)
@@ -379,7 +361,7 @@ class _Walk:
     def memory(self) -> Memory:
         at = max(range(len(self._moments)), key=lambda i: self._moments[i][2])
         graph, name, peak, node, events = self._moments[at]
-        alive: dict[_Storage, str] = {}
+        alive: dict[Storage, str] = {}
         for storage, change in self._events[:events]:
             if change < 0:
                 del alive[storage]
@@ -397,6 +379,7 @@ class _Walk:
             {term: terms[term] for term in TERMS if terms[term]},
             [Held(term, size, what) for (term, what), size in lines.most_common(_LARGEST)],
             [Moment(*each[:3]) for each in self._moments],
+            self._most_on_host,
         )
 
 
@@ -406,7 +389,7 @@ def _of_loop(loop: RowLoop) -> int:
     for body in loop.bodies:
         walk = _Walk(False)
         given = [
-            _Storage(nbytes(node.meta["val"]) if loop.copies(i) else 0, TEMPORARIES, node.name)
+            Storage(nbytes(node.meta["val"]) if loop.copies(i) else 0, TEMPORARIES, node.name)
             for i, node in enumerate(placeholders(body.graph))
         ]
         walk.hold(given)
@@ -415,66 +398,11 @@ def _of_loop(loop: RowLoop) -> int:
     return most + sum(math.prod(each.layout.shape) * each.sum_dtype.itemsize for each in loop.returned if each.is_cast)
 
 
-def _forget_inner(steps: Sequence[Step], values: dict[fx.Node, _Value]) -> None:
+def _forget_inner(steps: Sequence[Step], values: dict[fx.Node, Value]) -> None:
     """What is made and used up within a segment takes no memory."""
     for segment in steps:
         if isinstance(segment, Segment):
-            seen = set(_storages([values[node] for node in (*segment.inputs, *segment.outputs)]))
-            for each in _storages([values[node] for node in segment.nodes]):
+            seen = set(storages([values[node] for node in (*segment.inputs, *segment.outputs)]))
+            for each in storages([values[node] for node in segment.nodes]):
                 if each not in seen:
                     each.bytes = 0
-
-
-def _values(graph: fx.Graph, given: Sequence[_Value]) -> dict[fx.Node, _Value]:
-    """For each node its memory: new, or that of what it is a view of."""
-    values: dict[fx.Node, _Value] = dict(zip(placeholders(graph), given, strict=True))
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            values[node] = None  # a constant of the program
-        elif node.op == "call_function":
-            values[node] = _value(node, values)
-    return values
-
-
-def _value(node: fx.Node, values: dict[fx.Node, _Value]) -> _Value:
-    if node.target is operator.getitem:
-        return values[node.args[0]][node.args[1]]  # type: ignore[index]
-    source = node.args[0] if node.args else None
-    result = node.meta.get("val")
-    if isinstance(source, fx.Node) and (is_wait(node) or node.target is unpack or _is_view(node, source)):
-        return [values[source]] * len(result) if isinstance(result, (list, tuple)) else values[source]
-    return _new(result, COMMUNICATION if is_start(node) else TEMPORARIES, node)
-
-
-def _new(result: Any, term: str, node: fx.Node) -> _Value:
-    if isinstance(result, Tensor):
-        return _Storage(nbytes(result), term, node.name, node)
-    return [_new(each, term, node) for each in result] if isinstance(result, (list, tuple)) else None
-
-
-def _is_view(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a node's value has the memory of its source's. A reshape has, if strides allow."""
-    if node.target in (torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default):
-        given, result = source.meta["val"], node.meta["val"]
-        meta = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")
-        return meta.reshape(result.shape).untyped_storage()._cdata == meta.untyped_storage()._cdata
-    return bool(getattr(node.target, "is_view", False))
-
-
-def _wire(start: fx.Node, values: dict[fx.Node, _Value]) -> list[_Storage]:
-    """What a communication reads until its wait: its input, or the buffer into which an exchange packs several.
-
-    Not the input of an all_reduce, which works on its result, nor on CPU that of a reduce_scatter: gloo makes a copy.
-    """
-    arguments = start_arguments(start, start.args, start.kwargs)
-    if start.target is not exchange_start:
-        kind = STARTS[start.target][0]  # type: ignore[index]
-        device = arguments["input"].meta["val"].device.type
-        on_copy = kind == "all_reduce" or (kind == "reduce_scatter" and device == "cpu")
-        return [] if on_copy else list(_storages(values[arguments["input"]]))
-    tensors = arguments["tensors"]
-    if arguments["destination"] < 0 or not tensors:
-        return []
-    if len(tensors) == 1 and tensors[0].meta["val"].is_contiguous():
-        return list(_storages(values[tensors[0]]))
-    return [_Storage(sum(nbytes(each.meta["val"]) for each in tensors), COMMUNICATION, start.name, start)]

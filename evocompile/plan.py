@@ -68,6 +68,8 @@ class Plan:
     recompute_layers: the fraction of the layers that do, the first ones.
     loss_chunk: bytes of logits that exist at once on a rank: a loss is computed for some rows after others, and
                 backward computes logits again. 0: all at once; `None`: 64 MiB, where a rank's are over 256 MiB.
+    offload:    the fraction of the bytes saved for backward that wait in host memory (pinned on CUDA), the first ones;
+                backward fetches them a layer ahead of their use.
     mlp_chunk:  the same of the values inside of MLPs; 0: all at once.
     tp:         ranks that split the weights themselves, along the hidden units of MLPs and the heads of attentions, and
                 compute parts of the same tokens. They are neighbours.
@@ -92,6 +94,7 @@ class Plan:
     microbatches: int = 1
     loss_chunk: int | None = None
     mlp_chunk: int = 0
+    offload: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("dp", "cp", "ulysses", "tp", "pp", "microbatches", "inner_ring"):
@@ -131,10 +134,10 @@ class Plan:
             raise PlanError(
                 f"{self.shard}: optimizer does not divide the {self.replicas} replicas dp*cp*ulysses*tp of this plan"
             )
-        if isinstance(self.recompute_layers, bool) or not isinstance(self.recompute_layers, (int, float)):
-            raise PlanError(f"Plan.recompute_layers must be a fraction from 0 to 1, got {self.recompute_layers!r}")
-        if not 0 <= self.recompute_layers <= 1:
-            raise PlanError(f"Plan.recompute_layers must be a fraction from 0 to 1, got {self.recompute_layers}")
+        for name in ("recompute_layers", "offload"):
+            part = getattr(self, name)
+            if isinstance(part, bool) or not isinstance(part, (int, float)) or not 0 <= part <= 1:
+                raise PlanError(f"Plan.{name} must be a fraction from 0 to 1, got {part!r}")
 
     def __str__(self) -> str:
         """The plan as one would write it: what has its default is left out."""

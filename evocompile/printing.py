@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from .accounting import sent_in_step
+from .offload import to_host
 from .program import Program, nbytes, source_line
 from .rates import Rates, device_of
 from .simulate import simulate, work_of
@@ -48,6 +49,9 @@ def summary(program: Program) -> str:
     if program.backward is not None:
         saved = sum(nbytes(node.meta["val"]) for node in program.saved)
         lines.append(f"saved for backward: {saved:,} bytes in {len(program.saved)} tensors")
+        hosted = [nbytes(node.meta["val"]) for node in program.saved if node.target is to_host]
+        if hosted:
+            lines[-1] += f", {sum(hosted):,} of them in host memory"
         if program.again:
             counts = Counter(program.again)
             lines.append("layers that compute again: " + ", ".join(f"{counts[each]} {each}" for each in sorted(counts)))

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from .chunks import RowLoop
 from .collectives import Event, is_start, is_wait, sent_bytes, start_arguments, start_event, unpack
 from .mesh import group_ranks
+from .offload import TRANSFERS
 from .program import nbytes
 
 
@@ -65,6 +66,8 @@ class Rates:
             return 0.0
         if getattr(node.target, "is_view", False):
             return 0.0
+        if node.target in TRANSFERS:  # beside the computation, on a link of their own
+            return self.launch
         if isinstance(node.target, RowLoop):
             bodies = [sum(map(self.compute, body.graph.nodes)) for body in node.target.bodies]
             return sum(bodies[number] for number in node.target.numbers)

@@ -23,6 +23,7 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from .errors import PlanError
+from .offload import to_host
 from .passes.canonicalize import canonicalize
 from .passes.recompute import Forward, Layer
 from .passes.seed_random import seed_random
@@ -109,8 +110,8 @@ def check_saved(program: Program) -> None:
 
 
 def saved_bytes(program: Program) -> int:
-    """What a rank saves for backward, inputs and shards of parameters left out."""
-    return sum(nbytes(node.meta["val"]) for node in program.saved)
+    """What a rank saves for backward on its device, inputs and shards of parameters left out."""
+    return sum(nbytes(node.meta["val"]) for node in program.saved if node.target is not to_host)
 
 
 def solve(choices: Sequence[Sequence[Choice]], needed: int) -> list[int]:

@@ -11,6 +11,7 @@ from .chunk_rows import chunk_rows, find_chunks
 from .in_time import in_time
 from .localize import localize
 from .micro_batches import micro_batches
+from .offload import offload
 from .overlap import overlap
 from .recompute import recompute
 from .rematerialize import rematerialize
@@ -37,6 +38,7 @@ PASSES = (
         frozenset({"attention steps", "sharded states"}),
         frozenset({"forward and backward"}),
     ),
-    Pass("micro_batches", micro_batches, frozenset({"forward and backward"}), frozenset({"variants of a step"})),
+    Pass("offload", offload, frozenset({"forward and backward"}), frozenset({"saved values placed"})),
+    Pass("micro_batches", micro_batches, frozenset({"saved values placed"}), frozenset({"variants of a step"})),
     Pass("overlap", overlap, frozenset({"variants of a step"}), frozenset({"schedule"})),
 )

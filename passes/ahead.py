@@ -20,6 +20,7 @@ from itertools import groupby
 from torch import fx
 
 from evocompile.collectives import is_start, is_wait, unpack
+from evocompile.offload import TRANSFERS
 from evocompile.program import nbytes
 from evocompile.rates import has_flops
 
@@ -67,7 +68,7 @@ def unit_of(start: fx.Node, position: dict[fx.Node, int]) -> Unit:
 
 def _is_light(node: fx.Node) -> bool:
     """An operator that only moves or casts elements, or adds some up."""
-    tuples = node.target in (operator.getitem, unpack)
+    tuples = node.target in (operator.getitem, unpack, *TRANSFERS)
     return node.op == "call_function" and not (is_start(node) or is_wait(node) or tuples or has_flops(node))
 
 

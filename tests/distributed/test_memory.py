@@ -18,7 +18,7 @@ from tests.models.zoo import Case
 
 CASES = [
     (Case("llama", length=301), Plan(cp=2, attention="balanced", recompute="attention")),
-    (Case("gpt-neox", length=257, form="left"), Plan(dp=2, shard=Shard(1, 2, 2))),
+    (Case("gpt-neox", length=257, form="left"), Plan(dp=2, shard=Shard(1, 2, 2), offload=0.5)),
 ]
 
 
