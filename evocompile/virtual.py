@@ -222,6 +222,9 @@ def _lacking(ticket: Ticket) -> str:
 # --- running with tensors ------------------------------------------------------------------------------------------
 
 
+_EXTREMES = {"max": torch.maximum, "min": torch.minimum}
+
+
 def _move(tickets: list[Ticket]) -> None:
     """Carry out one match: fill the tickets' results. Sums run in the group's order, so results repeat exactly."""
     kind = tickets[0].event.kind
@@ -231,11 +234,12 @@ def _move(tickets: list[Ticket]) -> None:
         return
     inputs = [ticket.given["input"] for ticket in tickets]
     if kind in ("reduce_scatter", "all_reduce"):
-        if any(ticket.given["reduce"] != "sum" for ticket in tickets):
-            raise VerificationError(f"{tickets[0]}: only sums are reduced across ranks")
+        reduction = tickets[0].given["reduce"]
+        if any(ticket.given["reduce"] != reduction for ticket in tickets):
+            raise VerificationError(f"{tickets[0]}: the ranks reduce by different operators")
         total = inputs[0].clone()
         for each in inputs[1:]:
-            total += each
+            total = total + each if reduction == "sum" else _EXTREMES[reduction](total, each)
         if kind == "reduce_scatter":
             parts = total.reshape(len(tickets), total.shape[0] // len(tickets), *total.shape[1:]).unbind()
         else:

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from evocompile.layout import FINE, Axis, Factor, Layout, Sharding, Split
+from evocompile.layout import FINE, Axis, Dim, Factor, Layout, Sharding, Split
 from evocompile.program import (
     Annotations,
     Compute,
@@ -43,10 +43,10 @@ from .rules.attention import ATTENTION, ATTENTION_BACKWARD, attention_solution
 from .rules.base import label_sizes, operands_of, result_shapes
 from .rules.pointwise import RANDOM
 from .rules.routing import Routes, Splits, bags_of
-from .rules.solve import Solution, canonical, coarsened, forward, pull
+from .rules.solve import Solution, canonical, coarsened, forward, pull, scattered
 from .rules.views import VIEWS, in_parts
 from .rules.windows import window_pull, window_solution
-from .tensor_axes import tensor_layouts
+from .tensor_axes import row_gradients, tensor_layouts
 
 
 def splits_of(program: Program) -> dict[str, Split]:
@@ -102,6 +102,7 @@ def _natural(
     splits = program.sharding.splits
     natural: dict[fx.Node, Version] = {}
     solutions: dict[fx.Node, Solution] = {}
+    rows = row_gradients(program, weights) if weights else {}
     for node, each in zip(placeholders(program.joint.graph), program.inputs, strict=True):
         natural[node] = (weights.get(node) or _input_layout(each, splits),)
     for node in program.joint.graph.nodes:
@@ -111,12 +112,26 @@ def _natural(
             natural[node] = (natural[node.args[0]][node.args[1]],)
             routes.pass_on(node)
         elif node.op == "call_function":
-            layouts = [natural[operand][0] for operand in operands_of(node)]
+            layouts = [_as_read(natural[each][0], each, splits) for each in operands_of(node)]
             routed = routes.solve(node, layouts)
             solution = routed or _solve(program, node, layouts)
+            if node in rows:
+                solution = _own_rows(solution, rows[node], splits)
             routes.check(node, layouts, solution, routed is not None)
             natural[node], solutions[node] = solution.results, solution
     return natural, solutions
+
+
+def _as_read(layout: Layout, operand: fx.Node, splits: Mapping[str, Split]) -> Layout:
+    """How an operand is read: a sum over tp that several read is scattered first, so that it is communicated once."""
+    return scattered(layout, splits) if len(operand.users) > 1 else layout
+
+
+def _own_rows(solution: Solution, rows: Dim, splits: Mapping[str, Split]) -> Solution:
+    """A gradient of looked-up rows, of which a rank of tp makes its own, from the tokens of all."""
+    (result,) = solution.results
+    operands = tuple(coarsened(layout, splits) for layout in solution.operands)
+    return Solution(operands, (Layout((rows, *result.dims[1:]), result.partial - {"tp"}),))
 
 
 def _input_layout(each: Input, splits: Mapping[str, Split]) -> Layout:
@@ -257,7 +272,9 @@ def make_versions(
     # A random operator drawn twice gives two different draws: one version is drawn, others are made of it.
     drawn_once = node.target == RANDOM and len(wanted) > 1
     for version in wanted:
-        pulled = None if drawn_once or version == source else _pulled(node, version, own, routes)
+        communicates = solution is not None and own[0].is_whole and any(each.is_split for each in solution.operands)
+        as_it_is = drawn_once or communicates or version == source
+        pulled = None if as_it_is else _pulled(node, version, own, routes)
         routes.check_version(node, own, version, pulled is not None)
         if version == source:
             computed[version] = Compute(solution.operands if solution else ())
@@ -267,6 +284,9 @@ def make_versions(
             converted[version] = Convert(source)
     if converted and source not in computed:
         computed[source] = Compute(solution.operands if solution else ())
+    if len(own) == 1 and (fine := (canonical(scattered(natural[0], routes.splits)),)) in converted:
+        through = {each: Convert(source if each[0].partial else fine) for each in converted if each != fine}
+        converted = {fine: Convert(source), **through}  # what is scattered already is gathered, not summed once more
     return {**computed, **converted}
 
 
@@ -280,7 +300,7 @@ def _pulled(node: fx.Node, version: Version, own: Version, routes: Routes) -> Co
     if node.op != "call_function" or len(version) != 1 or node.target is operator.getitem:
         return None
     if not own[0].is_whole:
-        return _coarser_view(node, version[0], own[0], routes)
+        return _coarser_view(node, version[0], own[0], routes) or _further(node, version[0], own[0], routes)
     dims = dims_of(node)
     if dims is None or not version[0].is_split or version[0].partial:
         return None
@@ -291,6 +311,21 @@ def _pulled(node: fx.Node, version: Version, own: Version, routes: Routes) -> Co
         return None  # merged axes: this rank's positions are no arithmetic sequence
     solution = pull(dims, label_sizes(dims, node), version[0])
     return Compute(solution.operands) if solution else None
+
+
+def _further(node: fx.Node, version: Layout, own: Layout, routes: Routes) -> Compute | None:
+    """A comparison or choice of which a part is wanted, split over tp besides: of the parts of its operands."""
+    if node.target not in _CHEAP or version.partial or own.partial or bags_of(own):
+        return None
+    added = version.split_axes() - own.split_axes()
+    if own.split_axes() - version.split_axes() or any(routes.splits[a.name].mesh_axes != ("tp",) for a in added):
+        return None
+    dims = dims_of(node)
+    solution = pull(dims, label_sizes(dims, node), version) if dims else None
+    return Compute(solution.operands) if solution else None
+
+
+_CHEAP = (torch.ops.aten.where.self, torch.ops.aten.eq.Tensor)
 
 
 def _coarser_view(node: fx.Node, version: Layout, own: Layout, routes: Routes) -> Compute | None:

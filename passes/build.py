@@ -90,10 +90,10 @@ class Builder:
         """Name of the communicator of the ranks that differ from this one only on `mesh_axes`."""
         return group_name(purpose, self.program.mesh.peers(self.program.rank, mesh_axes))
 
-    def all_reduce(self, value: fx.Node, group: str, why: str) -> fx.Node:
-        """Starts the sum of `value` over `group`; returns the start (see `wait`)."""
+    def all_reduce(self, value: fx.Node, group: str, why: str, by: str = "sum") -> fx.Node:
+        """Starts the sum of `value` over `group`, or its "max" or "min"; returns the start (see `wait`)."""
         count = len(group_ranks(group))
-        start = self.call(c10d.all_reduce.default, (self.contiguous(value), "sum", group))
+        start = self.call(c10d.all_reduce.default, (self.contiguous(value), by, group))
         sent = 2 * nbytes(value.meta["val"]) * (count - 1) // count
         self.collectives[start] = Collective("all_reduce", group, sent, why)
         return start

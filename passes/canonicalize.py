@@ -2,7 +2,7 @@
 
 Requires: the joint graph as captured. Provides: every `evocompile::dense_attention` and its backward is an
 `evocompile::attention` and its backward, whose mask is the text of a predicate with integer tables; the operators that
-built the masks are gone.
+built the masks are gone. With tp, losses over a vocabulary are in the forms of `loss_forms.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor, fx
 
 from evocompile.program import Note, Program, placeholders, source_line, val
 
+from .loss_forms import split_losses
 from .masks.recover import MaskRecovery
 from .masks.scores import ScoreRecovery
 from .masks.values import Domain
@@ -39,7 +40,7 @@ def canonicalize(program: Program) -> Program:
     graph.eliminate_dead_code()
     graph.lint()
     program.joint.recompile()
-    return program
+    return split_losses(program) if program.plan.tp > 1 else program
 
 
 def _constants(program: Program) -> dict[fx.Node, Tensor]:

@@ -15,7 +15,7 @@ from .build import Builder
 from .rules.base import argument, normal_dim, operands_of
 from .rules.pointwise import NEW, RANDOM
 from .rules.routing import bags_of
-from .rules.solve import canonical
+from .rules.solve import canonical, is_over_tp
 from .rules.views import SQUEEZES, VIEWS, parts_of
 from .rules.windows import window_of
 
@@ -195,6 +195,96 @@ def _constant_pad(builder: Builder, node: fx.Node, results: Any, layouts: Any, o
     return builder.call(node.target, (operands[0], padding, argument(node, 2, "value", 0)))
 
 
+def _is_over_tp(builder: Builder, dim: Dim) -> bool:
+    return is_over_tp(dim, builder.sharding.splits)
+
+
+def _own_interval(builder: Builder, dim: Dim) -> tuple[int, int]:
+    """The rank's positions of a dim that is split over tp: one interval of them."""
+    (axis,) = (factor.axis for factor in dim if factor.split and factor.axis)
+    return (builder.sharding.intervals(axis) or ((0, 0),))[0]
+
+
+def _among(builder: Builder, index: fx.Node, lo: int, hi: int) -> tuple[fx.Node, fx.Node]:
+    """(which of the indices are in [lo, hi), the indices counted from `lo`, 0 where they are not)."""
+    not_before, before = builder.call(aten.ge.Scalar, (index, lo)), builder.call(aten.lt.Scalar, (index, hi))
+    inside = builder.call(aten.logical_and.default, (not_before, before))
+    return inside, builder.call(aten.mul.Tensor, (builder.call(aten.sub.Tensor, (index, lo)), inside))
+
+
+def _or_zero(builder: Builder, inside: fx.Node, value: fx.Node) -> fx.Node:
+    like = value.meta["val"]
+    zero = builder.call(aten.full.default, ([], 0), {"dtype": like.dtype, "device": like.device})
+    return builder.call(aten.where.self, (inside, value, zero))
+
+
+def _embedding(builder: Builder, node: fx.Node, _: Any, layouts: Any, operands: list[fx.Node]) -> fx.Node:
+    """Of rows that are split over tp each rank finds its own, and zeros for those of the others."""
+    if not _is_over_tp(builder, layouts[0].dims[0]):
+        return _same(builder, node, operands)
+    weight, index = operands
+    inside, local = _among(builder, index, *_own_interval(builder, layouts[0].dims[0]))
+    found = builder.call(aten.embedding.default, (weight, local))
+    return _or_zero(builder, builder.call(aten.unsqueeze.default, (inside, len(index.meta["val"].shape))), found)
+
+
+def _embedding_backward(builder: Builder, node: fx.Node, results: Any, _: Any, operands: list[fx.Node]) -> fx.Node:
+    """Of rows that are split over tp each rank adds up its own; those of the others go to a row that is cut off."""
+    if not _is_over_tp(builder, results[0].dims[0]):
+        return _same(builder, node, operands)
+    gradient, index = operands
+    padding, scaled = argument(node, 3, "padding_idx"), argument(node, 4, "scale_grad_by_freq")
+    lo, hi = _own_interval(builder, results[0].dims[0])
+    inside, local = _among(builder, index, lo, hi)
+    outside = builder.call(aten.mul.Tensor, (builder.call(aten.logical_not.default, (inside,)), hi - lo))
+    local = builder.call(aten.add.Tensor, (local, outside))
+    padding = padding - lo if lo <= padding < hi else -1
+    args = (gradient, local, hi - lo + 1, padding, scaled)
+    rows = builder.call(aten.embedding_dense_backward.default, args)
+    return builder.call(aten.slice.Tensor, (rows, 0, 0, hi - lo))
+
+
+def _gather(builder: Builder, node: fx.Node, _: Any, layouts: Any, operands: list[fx.Node]) -> fx.Node:
+    """Of positions that are split over tp each rank finds what is among its own, zeros elsewhere."""
+    dim = normal_dim(argument(node, 1, "dim"), len(layouts[0].dims))
+    if not _is_over_tp(builder, layouts[0].dims[dim]):
+        return _same(builder, node, operands)
+    inside, local = _among(builder, operands[1], *_own_interval(builder, layouts[0].dims[dim]))
+    return _or_zero(builder, inside, builder.call(aten.gather.default, (operands[0], dim, local)))
+
+
+def _extreme(builder: Builder, node: fx.Node, _: Any, layouts: Any, operands: list[fx.Node]) -> fx.Node:
+    """Over positions that are split over tp: of every rank's own, and then of what the ranks found."""
+    found = _same(builder, node, operands)
+    return _folded(builder, found, "max" if node.target == aten.amax.default else "min", layouts[0], node)
+
+
+def _folded(builder: Builder, value: fx.Node, by: str, layout: Layout, node: fx.Node) -> fx.Node:
+    rank = len(layout.dims)
+    reduced = {normal_dim(dim, rank) for dim in argument(node, 1, "dim", ()) or range(rank)}
+    if not any(_is_over_tp(builder, layout.dims[dim]) for dim in reduced):
+        return value
+    group = builder.group("reduce", frozenset({"tp"}))
+    what = "sum" if by == "sum" else f"{by}imum"
+    return builder.wait(builder.all_reduce(value, group, f"the {what} over an axis that is split over tp", by))
+
+
+def _log_sum_exp(builder: Builder, node: fx.Node, _: Any, layouts: Any, operands: list[fx.Node]) -> fx.Node:
+    """Every rank's own maximum and sum of exponentials, brought to the common maximum, and added."""
+    dims, kept = argument(node, 1, "dim"), bool(argument(node, 2, "keepdim", False))
+    rank = len(layouts[0].dims)
+    if not any(_is_over_tp(builder, layouts[0].dims[normal_dim(dim, rank)]) for dim in dims):
+        return _same(builder, node, operands)
+    own = builder.call(aten.amax.default, (operands[0], dims, True))
+    exponentials = builder.call(aten.exp.default, (builder.call(aten.sub.Tensor, (operands[0], own)),))
+    total = builder.call(aten.sum.dim_IntList, (exponentials, dims, True))
+    most = _folded(builder, own, "max", layouts[0], node)
+    scale = builder.call(aten.exp.default, (builder.call(aten.sub.Tensor, (own, most)),))
+    total = _folded(builder, builder.call(aten.mul.Tensor, (total, scale)), "sum", layouts[0], node)
+    whole = builder.call(aten.add.Tensor, (builder.call(aten.log.default, (total,)), most))
+    return whole if kept else builder.call(aten.squeeze.dims, (whole, dims))
+
+
 def _select(builder: Builder, node: fx.Node, results: Any, layouts: Any, operands: list[fx.Node]) -> fx.Node:
     """Where the selected position is another rank's: zeros, for the sum that is pending.
 
@@ -243,4 +333,10 @@ _EMIT: dict[object, Emit] = {
     aten.constant_pad_nd.default: _constant_pad,
     aten.select.int: _select,
     aten.select_scatter.default: _select_scatter,
+    aten.embedding.default: _embedding,
+    aten.embedding_dense_backward.default: _embedding_backward,
+    aten.gather.default: _gather,
+    aten.amax.default: _extreme,
+    aten.amin.default: _extreme,
+    aten.logsumexp.default: _log_sum_exp,
 }

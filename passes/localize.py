@@ -10,14 +10,17 @@ from __future__ import annotations
 import operator
 from dataclasses import replace
 
+import torch
 from torch import fx
 
+from evocompile.collectives import is_start
 from evocompile.program import Annotations, Compute, Program, Region, Version, output_values
 
 from .annotate import output_table
 from .build import Builder
 from .convert import convert
 from .emit import emit
+from .row_regions import LOOKS, row_operand, seen_through
 from .rules.base import operands_of
 from .rules.solve import canonical
 
@@ -28,15 +31,20 @@ def localize(program: Program) -> Program:
     annotations = program.annotations
     builder = Builder(program)
     made: dict[tuple[fx.Node, Version], fx.Node] = {}
+    parts: dict[fx.Node, list[fx.Node]] = {}
     for node in program.joint.graph.nodes:
         if node.op == "output":
             continue
         builder.source = node
         for version, how in annotations.versions[node].items():
+            before = next(iter(reversed(builder.graph.nodes)), None)
             if isinstance(how, Compute):
                 made[node, version] = _compute(builder, node, version, how, annotations, made)
             else:
                 made[node, version] = convert(builder, made[node, how.source], how.source[0], version[0])
+            if program.regions:
+                own = _without_communication(builder.graph, before, isinstance(how, Compute))
+                parts.setdefault(node, []).extend(own)
         if node.op == "placeholder" and not annotations.versions[node]:
             builder.copy(node)  # an unused input keeps its place
     builder.source = None
@@ -52,20 +60,44 @@ def localize(program: Program) -> Program:
         layouts=builder.layouts,
         collectives=builder.collectives,
         outputs=output_table(program, annotations.outputs),
-        regions=tuple(_local(each, made) for each in program.regions),
+        regions=tuple(_local(each, made, parts) for each in program.regions),
     )
 
 
-def _local(region: Region, made: dict[tuple[fx.Node, Version], fx.Node]) -> Region:
+def _without_communication(graph: fx.Graph, before: fx.Node | None, computes: bool) -> list[fx.Node]:
+    """What was made behind `before`: of an operator up to where it communicates, of a conversion that does, nothing."""
+    found: list[fx.Node] = []
+    for node in reversed(graph.nodes):
+        if node is before:
+            break
+        found.append(node)
+    found.reverse()
+    ends = next((i for i, node in enumerate(found) if is_start(node)), len(found))
+    return found[:ends] if computes or ends == len(found) else []
+
+
+def _local(region: Region, made: dict[tuple[fx.Node, Version], fx.Node], parts: dict[fx.Node, list[fx.Node]]) -> Region:
     """The region in the new graph, with all versions of its nodes."""
-    found: dict[fx.Node, list[fx.Node]] = {}
-    for (node, _), new in made.items():
-        found.setdefault(node, []).append(new)
     members, exits, between = (
-        frozenset(new for node in nodes for new in found.get(node, ()))
+        frozenset(new for node in nodes for new in parts.get(node, ()))
         for nodes in (region.members, region.exits, region.between)
     )
-    return replace(region, seed=found[region.seed][0], members=members, exits=exits, between=between)
+    seed = next(new for (node, _), new in made.items() if node is region.seed)
+    base = seen_through(row_operand(region.seed))
+    given = {new for (node, _), new in made.items() if node is base}
+    dim = _dim_of_rows(seed, given, region.dim)
+    return replace(region, seed=seed, members=members, exits=exits, between=between, dim=dim)
+
+
+def _dim_of_rows(seed: fx.Node, given: set[fx.Node], dim: int) -> int:
+    """The dim of the rows in what the seed's operand looks at: a gathered value has them first, and is turned."""
+    node = row_operand(seed)
+    while node not in given and node.target in LOOKS:
+        node = node.all_input_nodes[0]
+    while node.target == torch.ops.aten.permute.default:
+        dim = node.args[1][dim]  # type: ignore[index, assignment]
+        node = node.all_input_nodes[0]
+    return dim
 
 
 def _compute(

@@ -14,7 +14,7 @@ What is chosen here is never a question of being right: the rules carry any spli
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -22,12 +22,22 @@ import torch
 from torch import fx
 
 from evocompile.layout import Axis, Dim, Factor, Layout, Split
-from evocompile.program import InputKind, Note, Program, nbytes, placeholders, source_line
+from evocompile.program import (
+    Input,
+    InputKind,
+    Note,
+    OutputKind,
+    Program,
+    nbytes,
+    output_values,
+    placeholders,
+    source_line,
+)
 
-from .dependence import forward_nodes
+from .dependence import dependents, forward_nodes
 from .rules import dims_of
 from .rules.attention import ATTENTION, call_of
-from .rules.base import label_sizes, operands_of, result_shapes, shape_of
+from .rules.base import Dims, label_sizes, operands_of, result_shapes, shape_of
 from .rules.contractions import RULES as CONTRACTIONS
 from .rules.routing import labels_of_grouped
 from .rules.views import in_parts
@@ -49,12 +59,31 @@ Pieces = tuple[Piece, ...]
 
 @dataclass
 class Found:
-    """What the sweep learns of one class of pieces. consumed: how many products sum it away."""
+    """What the sweep learns of one class of pieces.
+
+    consumed: how many products sum it away.
+    widest:   whether a product brings in more positions than it sums away; looked_up: whether the model's inputs do.
+    reduced:  the reductions that sum over it, or take its maximum.
+    whole:    why all of it is needed at once, and where.
+    """
 
     produced: bool = False
     consumed: int = 0
-    whole: str = ""  # why all of it is needed at once
+    widest: bool = False
+    looked_up: bool = False
+    reduced: fx.Node | None = None
+    whole: str = ""
     where: fx.Node | None = None
+
+    @property
+    def is_hidden(self) -> bool:
+        return self.produced and self.consumed > 0 and not self.whole and self.reduced is None
+
+    @property
+    def is_vocabulary(self) -> bool:
+        """Wide at the model's end, where only reductions leave it, or where its inputs are looked up, or both."""
+        ends = self.widest and self.reduced is not None
+        return not self.consumed and not self.whole and (ends or (self.looked_up and not self.produced))
 
 
 @dataclass
@@ -118,6 +147,9 @@ class Roots:
         of_first, of_second = self.known(first), self.known(second)
         of_first.produced |= of_second.produced
         of_first.consumed += of_second.consumed
+        of_first.widest |= of_second.widest
+        of_first.looked_up |= of_second.looked_up
+        of_first.reduced = of_first.reduced or of_second.reduced
         if not of_first.whole:
             of_first.whole, of_first.where = of_second.whole, of_second.where
         del self.found[second]
@@ -189,7 +221,7 @@ def tensor_layouts(program: Program) -> tuple[dict[fx.Node, Layout], dict[str, S
     for each in order:
         known = roots.found.get(each, Found())
         owners = {roots.owners[piece.root][0] for piece in members[each]}
-        if known.whole or not (known.produced and known.consumed) or each.size < degree or owners & chosen.keys():
+        if not (known.is_hidden or known.is_vocabulary) or each.size < degree or owners & chosen.keys():
             continue
         if len(owners) < len(members[each]) or any(piece.root in roots.broken for piece in members[each]):
             continue  # a weight with two dims along one axis, or one that is not followed
@@ -198,6 +230,36 @@ def tensor_layouts(program: Program) -> tuple[dict[fx.Node, Layout], dict[str, S
     _note_whole(program, roots, chosen, degree)
     layouts = {node: _layout(roots, node, piece, axes[roots.class_of(piece)]) for node, piece in chosen.items()}
     return layouts, {axis.name: Split("tp", degree, "contiguous", axis.size) for axis in axes.values()}
+
+
+_PASSES_ON = {aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, torch.ops.prims.convert_element_type.default}
+
+
+def row_gradients(program: Program, weights: Mapping[fx.Node, Layout]) -> dict[fx.Node, Dim]:
+    """The gradients of looked-up rows that are split over tp, with the layout of their rows.
+
+    Each rank makes those of its own rows, from all tokens: fewer bytes than the sum of everybody's terms of all rows.
+    """
+    assert program.joint is not None
+    graph = program.joint.graph
+    split = {each.name: weights[node] for node, each in _inputs(program) if node in weights}
+    found: dict[fx.Node, Dim] = {}
+    for output, node in zip(program.outputs, output_values(graph), strict=True):
+        if output.kind is not OutputKind.GRADIENT or output.name not in split or node is None:
+            continue
+        rows, stack = split[output.name].dims[0], [node]
+        while stack and any(factor.split for factor in rows):
+            each = stack.pop()
+            if each.target == aten.embedding_dense_backward.default:
+                found[each] = rows
+            elif each.target in _PASSES_ON:
+                stack += each.all_input_nodes
+    return found
+
+
+def _inputs(program: Program) -> Iterable[tuple[fx.Node, Input]]:
+    assert program.joint is not None
+    return zip(placeholders(program.joint.graph), program.inputs, strict=True)
 
 
 def _layout(roots: Roots, weight: fx.Node, chosen: Piece, axis: Axis) -> Layout:
@@ -218,7 +280,12 @@ def _note_whole(program: Program, roots: Roots, chosen: dict[fx.Node, Piece], de
             continue
         found = [(piece, roots.found.get(roots.class_of(piece), Found())) for piece in pieces]
         reasons = [(known.whole, known.where) for _, known in found if known.whole]
-        short = [piece for piece, known in found if known.produced and known.consumed and not known.whole]
+        reasons += [
+            (f"{known.reduced.target} reduces it", known.reduced)
+            for _, known in found
+            if known.reduced is not None and not known.whole and not known.is_vocabulary
+        ]
+        short = [piece for piece, known in found if known.is_hidden or known.is_vocabulary]
         if short:
             reasons = [(f"its axis has {short[0].size} positions, for {degree} ranks", None), *reasons]
         why, where = reasons[0] if reasons else ("no product sums its axes away", None)
@@ -235,12 +302,14 @@ class _Sweep:
         self._dims: dict[fx.Node, list[list[Pieces]]] = {}  # of each node, of each result, the pieces of each dim
         graph, forward = program.joint.graph, forward_nodes(program)
         self._weights: dict[fx.Node, list[int]] = {}
-        for node, each in zip(placeholders(graph), program.inputs, strict=True):
+        for node, each in _inputs(program):
             if each.kind is InputKind.PARAMETER:
                 first = len(self.roots.sizes)
                 for dim, size in enumerate(each.shape):
                     self.roots.add(node, dim, size)
                 self._weights[node] = list(range(first, len(self.roots.sizes)))
+        given = {node for node, each in _inputs(program) if each.kind is InputKind.USER}
+        self._of_inputs = dependents(graph, given)
         nodes = [node for node in graph.nodes if node in forward]
         while True:
             self.roots.forget()
@@ -282,15 +351,19 @@ class _Sweep:
                     assigned[label] = part if known is None else self.roots.match(known, part, node)
         kept = {label for tensor in rule.results for labels in tensor for label in labels}
         for label, pieces in assigned.items():
-            if label in rule.whole:
+            if label in rule.found and node in self._of_inputs and _wider(rule, sizes, label):
+                self._looked_up(pieces)
+            elif label in rule.folded or (label in rule.found and not self._weight_of(node)):
+                self._reduced(pieces, node)
+            elif label in rule.whole:
                 self.roots.need_whole(pieces, f"{node.target} needs all of it", node)
             elif label in rule.summed - kept:
                 if node.target in CONTRACTIONS:
                     self._consumed(pieces)
                 else:
-                    self.roots.need_whole(pieces, f"{node.target} sums over it", node)
+                    self._reduced(pieces, node)
             elif (node.target in CONTRACTIONS or rule.seeds) and _in_one(rule.operands[-2:], label):
-                self._produced(pieces)
+                self._produced(pieces, _wider(rule, sizes, label))
         return [
             [
                 tuple(
@@ -346,10 +419,26 @@ class _Sweep:
             self.roots.need_whole(assigned.get(label, ()), "rows are grouped by it", node)
         return [[assigned[label] for label in result] for result in results]
 
-    def _produced(self, pieces: Pieces) -> None:
+    def _produced(self, pieces: Pieces, widest: bool = False) -> None:
         for piece in pieces:
             if piece.root >= 0:
-                self.roots.known(piece).produced = True
+                known = self.roots.known(piece)
+                known.produced, known.widest = True, known.widest or widest
+
+    def _reduced(self, pieces: Pieces, node: fx.Node) -> None:
+        for piece in pieces:
+            if piece.root >= 0:
+                known = self.roots.known(piece)
+                known.reduced = known.reduced or node
+
+    def _looked_up(self, pieces: Pieces) -> None:
+        for piece in pieces:
+            if piece.root >= 0:
+                self.roots.known(piece).looked_up = True
+
+    def _weight_of(self, node: fx.Node) -> bool:
+        """Whether what is looked up in is a weight itself."""
+        return node.all_input_nodes[0] in self._weights
 
     def _consumed(self, pieces: Pieces) -> None:
         for piece in pieces:
@@ -359,6 +448,12 @@ class _Sweep:
 
 def _in_one(operands: Iterable[Iterable[Sequence[str]]], label: str) -> bool:
     return sum(any(label in labels for labels in tensor) for tensor in operands) == 1
+
+
+def _wider(rule: Dims, sizes: Mapping[str, int], label: str) -> bool:
+    """Whether a label is longer than what a product sums away, or than the rows that are looked up."""
+    others = rule.summed or {"d"} & sizes.keys()
+    return bool(others) and all(sizes[label] > sizes[each] for each in others)
 
 
 def _unnamed(node: fx.Node) -> list[list[Pieces]]:

@@ -94,8 +94,8 @@ def _start_problems(program: Program, node: fx.Node) -> Iterator[str]:
     if len(set(ranks)) != len(ranks) or given.get("group_size", len(ranks)) != len(ranks):
         yield f"takes group {given['group']} for one of {given.get('group_size', len(ranks))} ranks"
         return
-    if given.get("reduce", "sum") != "sum":
-        yield f"reduces by {given['reduce']!r}; across ranks only sums are exact for every shard"
+    if given.get("reduce", "sum") not in ("sum", "max", "min"):
+        yield f"reduces by {given['reduce']!r}; across ranks only sums and extremes are exact for every shard"
     if node.target is exchange_start:
         yield from _exchange_problems(program.rank, ranks, given)
     event = start_event(node, given)

@@ -28,6 +28,10 @@ class Dims:
     results:  the same for each result.
     summed:   labels that are summed over: split, they leave a partial result.
     whole:    labels along which the operator needs all positions at once.
+    found:    of `whole`, those of an operand that indices look up: split over tp, each rank finds what is among its own
+              positions, and the result is partial (`emit.py`).
+    folded:   of `whole`, those that are reduced by what the ranks' results can be reduced with again (a maximum): split
+              over tp, the operator communicates (`emit.py`).
     linear:   sets of operands in which the operator is jointly linear while the others are constant: partial values
               in exactly one such set pass through.
     sizes:    sizes of the labels, where a dim has more than one.
@@ -39,6 +43,8 @@ class Dims:
     results: tuple[TensorLabels, ...]
     summed: frozenset[str] = frozenset()
     whole: frozenset[str] = frozenset()
+    found: frozenset[str] = frozenset()
+    folded: frozenset[str] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     sizes: dict[str, int] = field(default_factory=dict)
     seeds: bool = False

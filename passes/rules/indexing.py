@@ -20,6 +20,7 @@ def embedding(node: fx.Node) -> Dims:
         ((("v",), ("d",)), index),
         ((*index, ("d",)),),
         whole=frozenset({"v"}),
+        found=frozenset({"v"}),
         linear=(frozenset({0}),),
         seeds=True,
         starts=True,
@@ -53,6 +54,7 @@ def gather(node: fx.Node) -> Dims | None:
         (along("looked_up"), along("found")),
         (along("found"),),
         whole=frozenset({"looked_up", "found"}),
+        found=frozenset({"looked_up"}),
         linear=(frozenset({0}),),
     )
 

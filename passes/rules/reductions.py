@@ -39,14 +39,18 @@ def summing(node: fx.Node) -> Dims:
     return Dims((numbered("d", rank),), (labels,), summed=reduced, linear=(frozenset({0}),))
 
 
-def whole_reduction(keepdim_position: int = 2) -> Rule:
-    """Reductions that are no sums (amax, any, var, argmax, …): every result has the same dims."""
+def whole_reduction(keepdim_position: int = 2, folds: bool = False) -> Rule:
+    """Reductions that are no sums (amax, any, var, argmax, …): every result has the same dims.
+
+    folds: what several ranks find can be put together (`emit.py`).
+    """
 
     def rule(node: fx.Node) -> Dims:
         rank = len(shape_of(operands_of(node)[0]))
         keepdim = bool(argument(node, keepdim_position, "keepdim", False))
         labels, reduced = _reduced(rank, _dims_argument(node), keepdim)
-        return Dims((numbered("d", rank),), (labels,) * len(result_shapes(node)), whole=reduced)
+        folded = reduced if folds else frozenset()
+        return Dims((numbered("d", rank),), (labels,) * len(result_shapes(node)), whole=reduced, folded=folded)
 
     return rule
 
@@ -92,8 +96,6 @@ RULES: dict[object, Rule] = {
     **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim), summing),
     **dict.fromkeys(
         (
-            aten.amax.default,
-            aten.amin.default,
             aten.any.default,
             aten.any.dim,
             aten.any.dims,
@@ -107,10 +109,10 @@ RULES: dict[object, Rule] = {
             aten.min.dim,
             aten.prod.default,
             aten.prod.dim_int,
-            aten.logsumexp.default,
         ),
         whole_reduction(),
     ),
+    **dict.fromkeys((aten.amax.default, aten.amin.default, aten.logsumexp.default), whole_reduction(folds=True)),
     **dict.fromkeys((aten.var.correction, aten.var_mean.correction, aten.std.correction), whole_reduction(3)),
     **dict.fromkeys(
         (

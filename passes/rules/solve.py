@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -73,7 +74,8 @@ def forward(
     if dims.seeds:
         for label in assigned.keys() - dims.whole:
             assigned[label] = tuple(_seed(factor, splits, dims.starts) for factor in assigned[label])
-    for label in dims.whole:
+    over_tp = {each for each in (dims.found | dims.folded) & assigned.keys() if is_over_tp(assigned[each], splits)}
+    for label in dims.whole - over_tp:
         if label in assigned and _is_split(assigned[label]):
             problems.append("the operator needs a split dim whole")
             assigned[label] = _unsplit(assigned[label])
@@ -87,7 +89,7 @@ def forward(
     def summed_over(result: TensorLabels) -> frozenset[str]:
         """The mesh axes of the split labels that are summed away in a result."""
         kept = {label for labels in result for label in labels}
-        gone = [factor for label in dims.summed - kept for factor in assigned.get(label, ())]
+        gone = [factor for label in (dims.summed | (dims.found & over_tp)) - kept for factor in assigned.get(label, ())]
         return frozenset(each for factor in gone for each in mesh_axes(factor, splits))
 
     return Solution(
@@ -161,6 +163,12 @@ def _coarser(axis: Axis) -> Axis:
     return replace(axis, name=axis.name.removesuffix(FINE))
 
 
+def is_over_tp(dim: Dim, splits: Mapping[str, Split]) -> bool:
+    """Whether a dim is one axis of the weights, split over tp: each rank has one interval of it."""
+    factors = [factor for factor in dim if factor.size > 1 or factor.split]
+    return len(factors) == 1 and not is_fine(factors[0]) and mesh_axes(factors[0], splits) == ("tp",)
+
+
 def coarsened(layout: Layout, splits: Mapping[str, Split]) -> Layout:
     """The layout with the finer splits undone."""
     return replace(layout, dims=tuple(tuple(_coarsened(factor, splits) for factor in dim) for dim in layout.dims))
@@ -185,6 +193,25 @@ def _refinable(factor: Factor, splits: Mapping[str, Split]) -> bool:
     return axis is not None and finer(axis).name in splits and (factor.split or axis.name not in splits)
 
 
+def has_rows(layout: Layout) -> bool:
+    """Whether a value has more than one number for each token: less is not worth another communication."""
+    last = layout.dims[-1] if layout.dims else ()
+    return math.prod(factor.size for factor in last) > 1 and not any(factor.axis for factor in last)
+
+
+def scattered(layout: Layout, splits: Mapping[str, Split]) -> Layout:
+    """A sum that is pending over tp as it is scattered over the tokens; as it is, where it cannot be."""
+    if "tp" not in layout.partial or not has_rows(layout):
+        return layout
+    dims = list(layout.dims)
+    for i, dim in enumerate(dims):
+        for at, factor in enumerate(dim):
+            if _refinable(factor, splits) and factor.axis is not None:
+                dims[i] = (*dim[:at], replace(factor, axis=finer(factor.axis), split=True), *dim[at + 1 :])
+                return Layout(tuple(dims), layout.partial - {"tp"})
+    return layout
+
+
 def _refine_sums(
     dims: Dims,
     assigned: dict[str, Dim],
@@ -194,7 +221,7 @@ def _refine_sums(
 ) -> None:
     """A sum over tp that is needed now is scattered over the tokens, which costs half of having all of it."""
     for i, (tensor, layout) in enumerate(zip(dims.operands, layouts, strict=True)):
-        if "tp" not in layout.partial or i in passing:
+        if "tp" not in layout.partial or i in passing or not has_rows(layout):
             continue
         for label in (label for labels in tensor for label in labels if label not in dims.whole):
             factors = list(assigned.get(label, ()))
