@@ -271,8 +271,10 @@ def make_versions(
     converted: dict[Version, Compute | Convert] = {}
     # A random operator drawn twice gives two different draws: one version is drawn, others are made of it.
     drawn_once = node.target == RANDOM and len(wanted) > 1
+    # What is whole by the operator's own communication would take that again.
+    communicates = solution is not None and len(own) == 1 and own[0].is_whole
+    communicates = communicates and any(each.is_split for each in solution.operands)  # type: ignore[union-attr]
     for version in wanted:
-        communicates = solution is not None and own[0].is_whole and any(each.is_split for each in solution.operands)
         as_it_is = drawn_once or communicates or version == source
         pulled = None if as_it_is else _pulled(node, version, own, routes)
         routes.check_version(node, own, version, pulled is not None)
