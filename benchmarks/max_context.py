@@ -37,6 +37,7 @@ from evocompile import Plan
 from evocompile.capture import capture
 from evocompile.memory import step_memory
 from evocompile.pipeline import run_passes
+from evocompile.runtime import ParallelFunction
 
 MB, STEP, RANKS = 2**20, 128, 2
 PLAN = Plan(cp=RANKS, recompute="full", loss_chunk=2 * MB, mlp_chunk=MB)
@@ -100,6 +101,8 @@ def _peak(system: str, length: int) -> int:
     optimizer.zero_grad()
     states = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
     there = sum(map(_bytes, [*model.parameters(), ids, *states]))
+    if isinstance(loss, ParallelFunction):
+        there += loss.model.buffers.report().bytes
     with LiveBytes() as live:
         loss(model, ids).backward()
     optimizer.step()

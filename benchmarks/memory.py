@@ -18,7 +18,6 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +30,7 @@ from torch.distributed.tensor import DTensor
 import evocompile
 from evocompile import Plan, Shard
 from evocompile.memory import Memory
+from evocompile.runtime import ParallelFunction
 
 
 class Case(NamedTuple):
@@ -74,7 +74,7 @@ def loss_of(model: nn.Module, **batch: Tensor) -> Tensor:
     return model(**batch).loss
 
 
-def measured_peak(loss: Callable[..., Tensor], model: nn.Module, batch: dict[str, Tensor]) -> int:
+def measured_peak(loss: ParallelFunction, model: nn.Module, batch: dict[str, Tensor]) -> int:
     """Bytes at the peak of a forward and a backward, with what was there before."""
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -86,6 +86,7 @@ def measured_peak(loss: Callable[..., Tensor], model: nn.Module, batch: dict[str
     optimizer.zero_grad()
     state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
     there = sum(map(_bytes, [*model.parameters(), *model.buffers(), *batch.values(), *state]))
+    there += loss.model.buffers.report().bytes
     if batch["input_ids"].is_cuda:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

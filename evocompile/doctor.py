@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import shutil
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -38,6 +40,7 @@ def doctor() -> tuple[str, bool]:
         "triton": _version("triton"),
         "devices": _devices(),
         "process groups": _process_groups(),
+        "CUDA allocator": allocator(torch.cuda.is_available(), os.environ),
         "attention asked for": asked or "none: the first that serves",
         "C++ compiler": compiler or "none",
     }
@@ -62,6 +65,19 @@ def _devices() -> str:
     if accelerator.type == "cuda":
         return ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
     return f"{torch.accelerator.device_count()} of type {accelerator.type}"
+
+
+def allocator(has_cuda: bool, environment: Mapping[str, str]) -> str:
+    """What keeps fragmentation down on a card, or how to have it."""
+    if not has_cuda:
+        return "not used: no CUDA device"
+    settings = [environment.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")]
+    if any("expandable_segments:True" in each.replace(" ", "") for each in settings):
+        return "segments that grow"
+    return (
+        "segments of fixed sizes, which lengths that change leave holes in: "
+        "export PYTORCH_ALLOC_CONF=expandable_segments:True"
+    )
 
 
 def _process_groups() -> str:

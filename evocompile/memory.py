@@ -123,6 +123,7 @@ def step_memory(programs: Sequence[Program], *, states: float = ADAM, fused: boo
     """
     walk = _Walk(fused)
     own = _hold_states(walk, programs[0], states)
+    walk.hold_pool(programs)
     copies: dict[str, Storage] = {}
     left: list[Value] = []
     for number, program in enumerate(programs):
@@ -243,6 +244,7 @@ class _Walk:
 
     def __init__(self, fused: bool) -> None:
         self._fused = fused
+        self._pooled: set[fx.Node] = set()
         self._workspaces = Workspaces()
         self._events: list[tuple[Storage, int]] = []  # allocated (1), freed (-1), now held by communications alone (0)
         self._moments: list[tuple[str, str, int, fx.Node | None, int]] = []  # … bytes, node, events before
@@ -268,6 +270,16 @@ class _Walk:
                 self._events.append((each, -1))
             elif each.holders and each.holders == each.wires:
                 self._events.append((each, 0))
+
+    def hold_pool(self, programs: Sequence[Program]) -> None:
+        """The buffers that the programs' communications write into are there in every step but the first."""
+        for program in programs:
+            self._pooled |= program.pool.keys()
+        buffers = {buffer for program in programs for buffer in program.pool.values()}
+        if buffers:
+            self.hold(
+                [Storage(sum(each.bytes for each in buffers), COMMUNICATION, "buffers of gathers and reductions")]
+            )
 
     def _count(self, storage: Storage) -> None:
         if not storage.counted:
@@ -313,6 +325,9 @@ class _Walk:
         terms: of the memory of what it returns, SAVED before others. owned: what is given is the graph's to free.
         """
         values = values_of(graph, given)
+        for node in graph.nodes:
+            if node in self._pooled:
+                values[node].bytes = 0
         returned = output_values(graph)
         results = [values[each] if isinstance(each, fx.Node) else None for each in returned]
         before = set(storages(list(given)))

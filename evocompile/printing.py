@@ -46,6 +46,14 @@ def summary(program: Program) -> str:
             + ", ".join(f"[{lo}, {hi})" for lo, hi in split.held(program.coordinate))
             for name, split in program.sharding.splits.items()
         ]
+    if program.pool:
+        buffers = set(program.pool.values())
+        served = sum(node in program.pool for graph in _step_graphs(program) for node in graph.nodes)
+        of = sum(node in program.collectives for graph in _step_graphs(program) for node in graph.nodes)
+        lines.append(
+            f"buffers that are kept: {len(buffers)} of {sum(each.bytes for each in buffers):,} bytes together, for "
+            f"{served} of the {of} collectives of a step"
+        )
     if program.backward is not None:
         saved = sum(nbytes(node.meta["val"]) for node in program.saved)
         lines.append(f"saved for backward: {saved:,} bytes in {len(program.saved)} tensors")
@@ -56,6 +64,11 @@ def summary(program: Program) -> str:
             counts = Counter(program.again)
             lines.append("layers that compute again: " + ", ".join(f"{counts[each]} {each}" for each in sorted(counts)))
     return "\n".join(lines)
+
+
+def _step_graphs(program: Program) -> list[fx.Graph]:
+    """Those of a step of one micro-batch."""
+    return [each.graph for each in (program.forward, program.backward) if each is not None]
 
 
 def collectives_table(program: Program) -> str:

@@ -150,6 +150,14 @@ class Attention:
         return self.most_flops * self.ranks / self.flops if self.flops else 1.0
 
 
+@dataclass(frozen=True)
+class Buffer:
+    """A buffer that communications of a rank's programs write into in turn. number: among those of its size."""
+
+    bytes: int
+    number: int
+
+
 Version = tuple[Layout, ...]  # one layout for each result of a node
 
 
@@ -248,6 +256,7 @@ class Program:
     again:    what each layer computes again, where the plan gives a number of bytes (recompute_budget.py).
     precision: the types of computation, reduction and accumulation.
     placed:   start -> why it stands where it does (passes/overlap.py).
+    pool:     start -> the buffer that it writes into (passes/pool.py); others get memory of their own.
     facts:    names of what the passes so far provide (the contract that the driver checks).
     micro:    which micro-batch of a step it is, where the plan splits the batch into several.
     regions:  parts of the joint graph that are to be run by chunks of rows, until `chunk_rows` has done so.
@@ -275,6 +284,7 @@ class Program:
     notes: list[Note] = field(default_factory=list)
     attentions: list[Attention] = field(default_factory=list)
     placed: dict[fx.Node, str] = field(default_factory=dict)
+    pool: dict[fx.Node, Buffer] = field(default_factory=dict)
     facts: set[str] = field(default_factory=set)
     snapshots: list[Snapshot] = field(default_factory=list)
     regions: tuple[Region, ...] = ()
@@ -331,6 +341,7 @@ class Program:
             notes=list(self.notes),
             attentions=[],
             placed={},
+            pool={},
             facts=set(self.facts),
             snapshots=[],
         )

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from .agreement import agree_across_ranks, check_same_inputs, computation
 from .attention_backends import check_backends
 from .auto import Search
+from .buffers import BufferPool
 from .capture import Captured, capture
 from .check import check_against_one_device
 from .collectives import Communicators, step_events
@@ -76,6 +77,7 @@ class ParallelModel:
         self.rank = dist.get_rank()
         self.is_unsharded = False  # inside of `unsharded`
         self.states = States(plan, self.rank, self.precision)
+        self.buffers = BufferPool()
         install(module, self.states)
         self._device = device
         self._programs = 0
@@ -244,12 +246,16 @@ class ParallelCall(NotCopied):
             assemblies = assemblies_of(programs[0])
             communicators.create(set().union(*(each.all_groups for each in assemblies.values())))
 
+        model, number = self.model, self.model.next_number()
+
         def compiled(program: Program, name: str) -> CompiledGraph:
             with Progress(shown=self.rank == 0) as progress:
-                graph = communicators.resolve(program.graphs[name])
-                return compile_graph(graph, backend=self.options.backend, progress=progress)
-
-        model, number = self.model, self.model.next_number()
+                scheduled = program.graphs[name]
+                graph = communicators.resolve(scheduled)
+                both = zip(scheduled.graph.nodes, graph.graph.nodes, strict=True)
+                taken = {copy: program.pool[node] for node, copy in both if node in program.pool}
+                resolve = model.buffers.resolve(taken)
+                return compile_graph(graph, backend=self.options.backend, resolve=resolve, progress=progress)
 
         def variant(program: Program, others: Sequence[Variant] = ()) -> Variant:
             return Variant(

@@ -13,6 +13,7 @@ from .localize import localize
 from .micro_batches import micro_batches
 from .offload import offload
 from .overlap import overlap
+from .pool import pool
 from .recompute import recompute
 from .rematerialize import rematerialize
 from .seed_random import seed_random
@@ -41,4 +42,5 @@ PASSES = (
     Pass("offload", offload, frozenset({"forward and backward"}), frozenset({"saved values placed"})),
     Pass("micro_batches", micro_batches, frozenset({"saved values placed"}), frozenset({"variants of a step"})),
     Pass("overlap", overlap, frozenset({"variants of a step"}), frozenset({"schedule"})),
+    Pass("pool", pool, frozenset({"schedule"}), frozenset({"buffers"})),
 )

@@ -19,7 +19,7 @@ import torch
 
 from evocompile import cli, demo, demo_model
 from evocompile.demo import Difference, Job, Report, compare, furthest, relative
-from evocompile.doctor import doctor
+from evocompile.doctor import allocator, doctor
 from evocompile.plan import Plan
 
 TINY = Job(Plan(cp=2), steps=1, seed=0, backend="eager")
@@ -273,3 +273,11 @@ def test_doctor_knows_this_machine(capsys: pytest.CaptureFixture[str], monkeypat
     monkeypatch.setattr(torch, "__version__", "2.1.0")
     text, healthy = doctor()
     assert not healthy and "problem: torch 2.1.0 was not tested: pip install torch==2.13.0" in text
+
+
+def test_doctor_says_how_the_allocator_is_to_be_set() -> None:
+    assert "export PYTORCH_ALLOC_CONF=expandable_segments:True" in allocator(True, {})
+    assert "export" in allocator(True, {"PYTORCH_ALLOC_CONF": "expandable_segments:False"})
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        assert allocator(True, {name: "max_split_size_mb:64, expandable_segments: True"}) == "segments that grow"
+    assert "no CUDA device" in allocator(False, {})

@@ -34,10 +34,10 @@ def peaks(case: Case, plan: Plan) -> tuple[int, int]:
     there = [each.to_local() if isinstance(each, DTensor) else each for each in [*model.parameters(), *state]]
     with LiveBytes() as live:
         _loss(model, batch).backward()
-    measured = sum(each.nbytes for each in [*there, *model.buffers(), *batch.values()]) + live.peak
     forward = parallel_forward(model)
     assert forward is not None and forward.memory is not None
-    return forward.memory.peak, measured
+    before = sum(each.nbytes for each in [*there, *model.buffers(), *batch.values()])
+    return forward.memory.peak, before + forward.model.buffers.report().bytes + live.peak
 
 
 def _loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
