@@ -7,8 +7,11 @@ torch has none, are the Python functions of this module, used directly as target
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import operator
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -297,6 +300,8 @@ def describe(node: fx.Node, rank: int, why: str) -> Collective:
 
 # --- process groups ------------------------------------------------------------------------------------------------
 
+_communicators = itertools.count()
+
 
 class Communicators:
     """The process groups of one compiled model, by our group names. They belong to it alone; `destroy` frees them.
@@ -309,6 +314,8 @@ class Communicators:
         self._timeout = timeout or torch_private.default_group_timeout()
         self._known: set[str] = set()
         self._groups: dict[str, dist.ProcessGroup] = {}  # those that this rank is a member of
+        self._key = f"evocompile failed {next(_communicators)}"  # ranks make them in the same order
+        self.are_left = False  # after an error
 
     def create(self, names: Iterable[str]) -> None:
         """Create the groups that do not exist yet. Every rank calls this with the same names, its own or not.
@@ -349,6 +356,20 @@ class Communicators:
                     node.target = all_gather_on_gloo
         resolved.recompile()
         return resolved
+
+    def give_up(self, reason: str) -> str:
+        """After an error in a program: tells the other ranks, and on gloo ends their waits. What was told first."""
+        self.are_left = True
+        with contextlib.suppress(dist.DistError):  # the store's host has ended
+            reason = torch_private.default_store().compare_set(self._key, "", reason).decode()
+        left = [[group] for group in self._groups.values()]
+        self._groups.clear()
+        for each in left:
+            if dist.get_backend(each[0]) == "gloo":  # NCCL's watchdog sees to it
+                dist.destroy_process_group(each[0])
+            # Connections close with the last reference, which waits for what is under way: not in this thread.
+            threading.Thread(target=each.clear, daemon=True).start()
+        return reason
 
     def destroy(self) -> None:
         """Free the process groups. Every rank calls it; after torch's own tear-down there is nothing left to free."""

@@ -25,6 +25,7 @@ from torch import Tensor, fx
 from . import collectives
 from .chunks import RowLoop
 from .errors import InputError
+from .failures import PLACES, Place
 from .program import output_values, placeholders
 from .segments import Segment, Step, as_graph, cut, structure
 from .shared_compile import compile_segments
@@ -125,6 +126,8 @@ class _Scope:
 
     def __init__(self, local_names: Iterable[str]) -> None:
         self.values: dict[str, Any] = {}
+        self.places: dict[tuple[str, int], Place] = {}  # what each line of each function runs, for its errors
+        self.values[PLACES] = self.places
         self._taken = set(local_names)
         self._bound: dict[Hashable, str] = {}
         self.packed = self.new_name("inputs")  # the list argument of every function
@@ -194,12 +197,14 @@ def _function_text(
         if isinstance(step, Segment):
             dying = over(index, step.inputs)
             lines.append("; ".join([f"{packed} = [{_names(step.inputs)}]", *_deletion(dying)]))
+            scope.places[name, len(lines)] = step
             lines.append(f"{_names(step.outputs)}, = {calls[step].name}({packed})")
             for node, strides in zip(step.outputs, calls[step].strides, strict=True):
                 if not same_strides(node.meta["val"], strides):
                     lines.append(_restride_text(node, scope))
         else:
             dying = over(index, [*step.all_input_nodes, step])
+            scope.places[name, len(lines)] = step if resolve else index  # a segment's function serves many layers
             lines.append("; ".join([_call_text(step, scope, resolve), *_deletion(dying)]) + _comment(step))
             if resolve and step.name not in dying and _is_computed_with(step):
                 lines.append(_restride_text(step, scope))

@@ -81,6 +81,7 @@ class ParallelModel:
         install(module, self.states)
         self._device = device
         self._programs = 0
+        self._communicators: Communicators | None = None
         self._ties = ties_of(module)
         self._on_meta = [name for name, buffer in module.named_buffers() if buffer.device.type == "meta"]
 
@@ -91,9 +92,11 @@ class ParallelModel:
             self._device = meet_again(self.module, self.plan.shard_degrees.optimizer, self._ties, self._on_meta)
         return self._device
 
-    @functools.cached_property
+    @property
     def communicators(self) -> Communicators:
-        return Communicators(self.device)
+        if self._communicators is None or self._communicators.are_left:
+            self._communicators = Communicators(self.device)
+        return self._communicators
 
     @functools.cached_property
     def local_inputs(self) -> LocalInputs:
@@ -201,6 +204,7 @@ class ParallelCall(NotCopied):
         signature_of(self.original).bind(*args, **kwargs)  # Python's own TypeError for arguments that do not fit
         in_parts = self.options.inputs == "local" and self.plan.dp > 1
         passed = self.model.local_inputs.signature(args, kwargs) if in_parts else ()
+        self._variants = [each for each in self._variants if not each.has_failed]
         with self.as_on_one_device():
             found = next(
                 (each for each in self._variants if each.signature == passed and each.captured.matches(args, kwargs)),

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from .capture import Captured
 from .collectives import Communicators, pending_works
 from .compile import CompiledGraph
+from .failures import heard_by_all
 from .kernels import dispatch
 from .lazy import Assembly, LazyOutput, computed, without_gradient
 from .local_inputs import Parts, Signature
@@ -99,6 +100,11 @@ class Variant:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._call(args, kwargs)
+
+    @property
+    def has_failed(self) -> bool:
+        """Its ranks have lost one another."""
+        return self._communicators.are_left
 
     @property
     def memory(self) -> Memory:
@@ -245,7 +251,11 @@ class Variant:
     def _execute(self, name: str, inputs: list[Tensor], device_type: str) -> list[Any]:
         """Run a graph. Its casts were captured with it, so a surrounding autocast must not add more."""
         graph, pending = self._compiled(name), pending_works()
-        with torch.autocast(device_type, enabled=False), dispatch.use(self.attention_backend):
+        with (
+            torch.autocast(device_type, enabled=False),
+            dispatch.use(self.attention_backend),
+            heard_by_all(self._communicators),
+        ):
             results = graph(inputs)
         assert pending_works() == pending, "the graph has started a communication that it did not wait for"
         return results
