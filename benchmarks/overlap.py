@@ -159,7 +159,7 @@ def zeros(node: fx.Node) -> Tensor:
 def rates_for(case: Case, program: Program, bandwidth: float) -> Rates:
     """Rates of the shaped link, and the speed of computation that gives the case its ratio."""
     link = Link(bandwidth, 2e-4)
-    unit = Rates({torch.float32: 1.0}, float("inf"), 0.0, link, link, reduce_scatter=2.0)
+    unit = Rates({torch.float32: 1.0}, float("inf"), 0.0, link, link)
     work = step_work(program, unit)
     flops = sum(each.seconds for each in work if each.event is None)
     seconds = sum(each.seconds for each in work if each.event is not None)

@@ -96,14 +96,52 @@ def exchange_wait(buffer: torch.Tensor) -> torch.Tensor:
     """
     if torch_private.is_fake(buffer):
         return buffer
+    exchange = _arrived(buffer)
+    return buffer if exchange.landing is buffer else buffer.copy_(exchange.landing)
+
+
+def _arrived(buffer: torch.Tensor) -> _Exchange:
     exchange = _exchanges.pop(id(buffer), None)
-    assert exchange is not None, "exchange_wait of a buffer that no exchange is filling"
+    assert exchange is not None, "a wait for a buffer that no exchange is filling"
     try:
         for work in exchange.works:
             work.wait()
     except RuntimeError as error:
         raise DeadlockError(f"{exchange.what} failed, a peer died or did not answer in time: {error}") from error
-    return buffer if exchange.landing is buffer else buffer.copy_(exchange.landing)
+    return exchange
+
+
+def reduce_scatter_on_gloo(input: torch.Tensor, reduce: str, group_size: int, group: str) -> torch.Tensor:
+    """Start to sum over the ranks of a group: each gets its part of dim 0, straight from all others.
+
+    gloo's own reduce-scatter is an all-reduce, of which most is thrown away: twice the bytes. Returns what the others
+    send, in the order of their ranks, not to be read before `reduce_scatter_wait`.
+    """
+    assert reduce == "sum", f"a reduce-scatter by {reduce}"
+    process_group = torch_private.resolve_group(group)
+    ranks, own = dist.get_process_group_ranks(process_group), dist.get_rank(process_group)
+    parts = input.chunk(group_size)
+    received = input.new_empty(group_size - 1, *parts[own].shape)
+    halves = []
+    for place, peer in enumerate(each for each in range(group_size) if each != own):
+        halves.append(dist.P2POp(dist.irecv, received[place], ranks[peer], process_group))
+        halves.append(dist.P2POp(dist.isend, parts[peer], ranks[peer], process_group))
+    works = dist.batch_isend_irecv(halves) if input.numel() and halves else []
+    what = f"reduce_scatter on process group {group}"
+    _exchanges[id(received)] = _Exchange(works, parts[own], received, received, what)
+    return received
+
+
+def reduce_scatter_wait(received: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the sum that `reduce_scatter_on_gloo` started. Two ranks take no memory for it."""
+    own = _arrived(received).sent
+    assert own is not None
+    if received.shape[0] == 1:
+        return received[0].add_(own)
+    total = own.clone()
+    for each in received:
+        total.add_(each)
+    return total
 
 
 def all_gather_on_gloo(input: torch.Tensor, group_size: int, group: str) -> torch.Tensor:
@@ -136,6 +174,8 @@ def pending_works() -> int:
 has_side_effect(exchange_start)  # dead-code elimination on one rank would leave its peer waiting
 has_side_effect(exchange_wait)
 has_side_effect(all_gather_on_gloo)
+has_side_effect(reduce_scatter_on_gloo)
+has_side_effect(reduce_scatter_wait)
 
 # --- recognising ---------------------------------------------------------------------------------------------------
 
@@ -143,11 +183,12 @@ STARTS: dict[Callable[..., Any], tuple[str, tuple[str, ...]]] = {  # target: (ki
     _functional.all_gather_into_tensor.default: ("all_gather", ("input", "group_size", "group")),
     all_gather_on_gloo: ("all_gather", ("input", "group_size", "group")),
     _functional.reduce_scatter_tensor.default: ("reduce_scatter", ("input", "reduce", "group_size", "group")),
+    reduce_scatter_on_gloo: ("reduce_scatter", ("input", "reduce", "group_size", "group")),
     _functional.all_reduce.default: ("all_reduce", ("input", "reduce", "group")),
     _functional.all_to_all_single.default: ("all_to_all", ("input", "output_splits", "input_splits", "group")),
     exchange_start: ("exchange", ("tensors", "destination", "source", "shapes", "dtype", "device", "group")),
 }
-WAITS = (_functional.wait_tensor.default, exchange_wait)
+WAITS = (_functional.wait_tensor.default, exchange_wait, reduce_scatter_wait)
 
 
 def is_start(node: fx.Node) -> bool:
@@ -352,8 +393,8 @@ class Communicators:
                 index = STARTS[node.target][1].index("group")
                 group = self._groups[node.args[index]]
                 node.update_arg(index, group.group_name)
-                if node.target is _functional.all_gather_into_tensor.default and dist.get_backend(group) == "gloo":
-                    node.target = all_gather_on_gloo
+                if dist.get_backend(group) == "gloo":
+                    _take_gloo_form(node, self._device)
         resolved.recompile()
         return resolved
 
@@ -378,6 +419,22 @@ class Communicators:
                 dist.destroy_process_group(self._groups[name])
         self._groups.clear()
         self._known.clear()
+
+
+def _take_gloo_form(start: fx.Node, device: torch.device) -> None:
+    """Where gloo has a better way than torch's functional operator, take it."""
+    if start.target is _functional.all_gather_into_tensor.default:
+        start.target = all_gather_on_gloo
+    if start.target is _functional.reduce_scatter_tensor.default and device.type == "cpu":
+        start.target = reduce_scatter_on_gloo
+        for wait in start.users:
+            wait.target = reduce_scatter_wait
+
+
+def sends_parts(start: fx.Node) -> bool:
+    """Whether a reduce-scatter goes straight from rank to rank, as on CPU, where gloo carries it."""
+    kind, _ = STARTS[start.target]  # type: ignore[index]
+    return kind == "reduce_scatter" and start.args[0].meta["val"].device.type == "cpu"  # type: ignore[union-attr]
 
 
 def group_names(events: Iterable[Event]) -> set[str]:

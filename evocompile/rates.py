@@ -39,7 +39,6 @@ class Rates:
     flops:  FLOP/s by dtype; `torch.float32` stands in for those that are not there.
     memory: bytes per second. launch: seconds that any operator takes at least.
     inside, between: links of ranks within a node and across nodes of `node` consecutive ranks.
-    reduce_scatter:  how many times its volume a reduce-scatter puts on the wire: 2 on gloo, which does an all-reduce.
     """
 
     flops: Mapping[torch.dtype, float]
@@ -48,7 +47,6 @@ class Rates:
     inside: Link
     between: Link
     node: int = 8
-    reduce_scatter: float = 1.0
     _seconds: dict[Any, float] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
@@ -102,8 +100,6 @@ class Rates:
                 messages = 1
             case "all_to_all":
                 sent = max(sent, float(sum(size for peer, size in event.received if peer != rank)))
-            case "reduce_scatter":
-                sent *= self.reduce_scatter
             case "all_reduce":
                 messages = 2 * others
         return sent / link.bandwidth + messages * link.latency
@@ -115,7 +111,6 @@ _CPU = Rates(
     launch=1e-5,
     inside=Link(1.25e8, 1e-4),  # 1 Gbit/s
     between=Link(1.25e8, 1e-4),
-    reduce_scatter=2.0,
 )
 _GPU = Rates(  # about an H100: peaks of dense matrix products times what is usually reached, NVLink and InfiniBand
     flops={torch.bfloat16: 6e14, torch.float16: 6e14, torch.float32: 5e13, torch.float64: 5e13},

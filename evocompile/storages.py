@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .collectives import STARTS, exchange_start, is_start, is_wait, start_arguments, unpack
+from .collectives import STARTS, exchange_start, is_start, is_wait, sends_parts, start_arguments, unpack
 from .offload import fetch_wait, to_host
 from .program import nbytes, placeholders
 
@@ -63,6 +63,12 @@ def _value(node: fx.Node, values: dict[fx.Node, Value]) -> Value:
     result = node.meta.get("val")
     if node.target is to_host:
         return Storage(nbytes(node.meta["val"]), TEMPORARIES, node.name, node, on_host=True)
+    if isinstance(result, Tensor) and is_start(node) and sends_parts(node):  # there arrive the parts of all others
+        others = start_arguments(node, node.args, node.kwargs)["group_size"] - 1
+        return Storage(nbytes(result) * others, COMMUNICATION, node.name, node)
+    if isinstance(result, Tensor) and is_wait(node) and isinstance(source, fx.Node) and sends_parts(source):
+        (received,) = storages(values[source])
+        return received if received.bytes == nbytes(result) else _new(result, COMMUNICATION, node)
     if isinstance(source, fx.Node) and (
         is_wait(node) or node.target is fetch_wait or node.target is unpack or is_view(node, source)
     ):
@@ -88,14 +94,12 @@ def is_view(node: fx.Node, source: fx.Node) -> bool:
 def wire_of(start: fx.Node, values: dict[fx.Node, Value]) -> list[Storage]:
     """What a communication reads until its wait: its input, or the buffer into which an exchange packs several.
 
-    Not the input of an all_reduce, which works on its result, nor on CPU that of a reduce_scatter: gloo makes a copy.
+    Not the input of an all_reduce, which works on its result.
     """
     arguments = start_arguments(start, start.args, start.kwargs)
     if start.target is not exchange_start:
         kind = STARTS[start.target][0]  # type: ignore[index]
-        device = arguments["input"].meta["val"].device.type
-        on_copy = kind == "all_reduce" or (kind == "reduce_scatter" and device == "cpu")
-        return [] if on_copy else list(storages(values[arguments["input"]]))
+        return [] if kind == "all_reduce" else list(storages(values[arguments["input"]]))
     tensors = arguments["tensors"]
     if arguments["destination"] < 0 or not tensors:
         return []
