@@ -19,9 +19,10 @@ Attention's work is that of the slowest rank: under a causal mask (2·cp-1)/cp t
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -30,7 +31,7 @@ import sympy
 from sympy import Expr, Integer, Mod, Piecewise, ceiling, floor
 
 from .fold import Folded
-from .graph_costs import Amount, Attention, Counts, Parameter
+from .graph_costs import Amount, Attention, Counts, Parameter, Small
 from .kernels.blocks import blocks
 
 B, S, k, dp, cp, u, tp, P, G, O, r = sympy.symbols("B S k dp cp u tp P G O r", positive=True)  # noqa: E741
@@ -38,7 +39,6 @@ F_attention, W_memory, W_inside = sympy.symbols("F_attention W_memory W_inside",
 t_operator = sympy.Symbol("t_operator", positive=True)
 hides = sympy.Symbol("hides", nonnegative=True)  # 1 where traffic of states hides behind work, 0 where it does not
 STILL_SEEN = sympy.Rational(1, 5)  # of traffic that hides: λ of InternEvo's simulator
-PURPOSES = ("params", "grads", "refresh", "grads_on", "grads_copies", "cp", "ulysses", "tp", "reduce")
 SCHEDULES = ("zigzag", "balanced", "ring")
 ADAM = 2
 Exprs = dict[str, Expr]
@@ -70,6 +70,21 @@ class Costs:
     states: int = ADAM
     exchanged: int = 0
     bucket: float = 0
+
+    def over_tensor(self, degree: int) -> Costs:
+        """The costs under tp of this degree, which must split something (`Folded.over_tensor`)."""
+        folded = self.folded.over_tensor(degree) if degree > 1 else self.folded
+        assert folded is not None, f"tp={degree} splits nothing"
+        key = id(folded.counts)
+        if key == id(self.folded.counts):
+            return self
+        if key not in self._over_tensor:
+            self._over_tensor[key] = dataclasses.replace(self, folded=folded)
+        return self._over_tensor[key]
+
+    @cached_property
+    def _over_tensor(self) -> dict[int, Costs]:
+        return {}
 
     @cached_property
     def functions(self) -> dict[tuple[str, ...], Any]:
@@ -123,7 +138,7 @@ class Costs:
             forward, backward = (_expr(each.get(dtype, Amount())) for each in (none.forward, none.backward))
             again = _expr(counts.backward.get(dtype, Amount())) - backward
             parts = {"forward": forward, "backward": backward, "again": r * again}
-            found |= {f"{dtype}, {where}": k * each / tp for where, each in parts.items()}
+            found |= {f"{dtype}, {where}": k * each for where, each in parts.items()}
         found["attention, forward"] = k * self._attended(none.attended, 2, 2, schedule)
         found["attention, backward"] = k * self._attended(none.attended_backward, 6, 4, schedule)
         found["attention, again"] = k * r * self._attended(counts.again, 2, 2, schedule)
@@ -133,7 +148,7 @@ class Costs:
         total = Integer(0)
         for kind, count in calls.items():
             pairs = sympy.Symbol(f"N{self.kinds.index(kind)}", positive=True)
-            heads = ceiling(kind.heads / (u * tp))
+            heads = ceiling(kind.heads / (u * _over_heads(kind)))
             share = (_slowest(schedule) if self.is_causal(kind) else 1) / cp
             total += count * B / (dp * k) * heads * pairs * share * (dim * kind.dim + v_dim * kind.v_dim)
         return total
@@ -151,7 +166,7 @@ class Costs:
             "parameters to compute with": (own_copy + Piecewise((0, sympy.Eq(P, O)), (same_type, True))) / P,
             "gradients of micro-batches": self._elements(lambda p: p.accumulated * p.trained) / G,
             "optimizer": self._elements(lambda p: p.held * (1 + (self.states + 1) * p.trained)) / O,
-            "activations": self._interpolated(none.peak, counts.peak) / tp,
+            "activations": self._interpolated(none.peak, counts.peak),
             "gathered, and one gradient": largest * (P - 1) / P,
         }
 
@@ -188,8 +203,10 @@ class Costs:
             "cp, backward": k * backward,
             "ulysses": k * (1 + r * self._again(mode)) * self._heads(False),
             "ulysses, backward": k * self._heads(True),
-            "tp": k * self._stream(mode) * (tp - 1) / tp,
-            "reduce": k * self._small(),
+            "tp, gather": k * self._small(mode, lambda each: each.is_stream and each.purpose == "gather"),
+            "tp, reduce": k * self._small(mode, lambda each: each.is_stream and each.purpose == "reduce"),
+            "gather": k * self._small(mode, lambda each: not each.is_stream and each.purpose == "gather"),
+            "reduce": k * self._small(mode, lambda each: not each.is_stream and each.purpose == "reduce"),
         }
 
     def _gathered(self, mode: str) -> Expr:
@@ -208,9 +225,9 @@ class Costs:
             if kind.lengths[1] is not None:
                 continue
             rows, n = B / (dp * k), S / cp
-            keys = rows * Max(kind.kv_heads / (u * tp), 1) * (kind.dim + kind.v_dim)
+            keys = rows * Max(_kv_heads(kind) / u, 1) * (kind.dim + kind.v_dim)
             causal, sent = self.is_causal(kind), kind._replace(exchanged=self.exchanged)
-            most = _most_sent(sent, schedule, causal, keys, rows * ceiling(kind.heads / (u * tp)), part)
+            most = _most_sent(sent, schedule, causal, keys, rows * ceiling(kind.heads / (u * _over_heads(kind))), part)
             if not causal:
                 seen = sympy.Symbol(f"N{i}", positive=True) / S
                 most = keys * Min(seen, S * (cp - 1) / cp) / n * _types(sent, part)
@@ -222,33 +239,35 @@ class Costs:
         total = Integer(0)
         for kind, count in self.counts("none").attended.items():
             rows = B / (dp * k) * S / (cp * u)
-            others = kind.heads / tp * (u - 1) / u
-            keys = Max(kind.kv_heads / tp * (u - 1) / u, (u - 1) * Min(1, kind.kv_heads / (u * tp) * u))
+            others = kind.heads / _over_heads(kind) * (u - 1) / u
+            keys = Max(_kv_heads(kind) * (u - 1) / u, (u - 1) * Min(1, _kv_heads(kind)))
             parts = others * (kind.dim + kind.v_dim) + keys * (kind.dim + kind.v_dim)
             total += count * rows * parts * kind.itemsize
         return total
 
-    def _stream(self, mode: str) -> Expr:
-        """Megatron's sequence parallelism: two gathers and two scatters of the residual stream in a layer, each way.
-
-        The residual stream is what a layer keeps that recomputes all (`recompute`, "full").
-        """
-        repeated = self.folded.repeated or self.folded.counts
-        layers = self.folded.layers if self.folded.repeated else 1
-        layer = _expr(repeated["full"].saved) / max(self.folded.period, 1)
-        return 4 * layers * layer * (2 + (r if mode != "none" else 0))
-
-    def _small(self) -> Expr:
+    def _small(self, mode: str, chosen: Callable[[Small], bool]) -> Expr:
         """What layouts ask for. Sums over the batch are left to the runtime where micro-batches are added up."""
         total = Integer(0)
-        for each, amount in self.counts("none").small.items():
-            ranks = (dp if each.batch else 1) * (cp * u if each.sequence else 1)
-            volume = {"all_reduce": 2 * (ranks - 1) / ranks, "all_gather": ranks - 1}.get(
-                each.kind, (ranks - 1) / ranks
-            )
-            once = Piecewise((1, sympy.Eq(k, 1)), (0, True)) if each.batch else 1
-            total += once * _expr(amount) * volume
+        for each, amount in self._repeated_small(mode):
+            if chosen(each):
+                ranks = (dp if each.batch else 1) * (cp * u if each.sequence else 1) * (tp if each.tensor else 1)
+                volume = {"all_reduce": 2 * (ranks - 1) / ranks, "all_gather": ranks - 1}.get(
+                    each.kind, (ranks - 1) / ranks
+                )
+                once = Piecewise((1, sympy.Eq(k, 1)), (0, True)) if each.batch else 1
+                total += once * amount * volume
         return total
+
+    def _repeated_small(self, mode: str) -> Iterator[tuple[Small, Expr]]:
+        """Bytes of each collective, with those that recomputing layers do again."""
+        none, most = self.counts("none").small, self.counts(mode).small
+        for each in dict.fromkeys([*none, *most]):
+            yield each, self._interpolated(none.get(each, Amount()), most.get(each, Amount()))
+
+    def _stream_calls(self, mode: str) -> Expr:
+        """Gathers and scatters of tokens over tp, in a micro-batch."""
+        none, most = (sum(n for each, n in self.counts(m).calls.items() if each.is_stream) for m in ("none", mode))
+        return none + r * (most - none)
 
     # --- seconds ------------------------------------------------------------------------------------------------------
 
@@ -282,8 +301,10 @@ class Costs:
             "weights": _behind(weights, products),
             "gradients to the optimizer": _behind(states, last),
             "refresh": _behind(refresh, (products + attention["forward"]) / (3 * k)),
-            "tensor parallel": self._collective("tp", sent["tp"], 4 * k * 2 * calls),
-            "small sums": sent["reduce"] / of_group("W", "reduce") + k * of_group("a", "reduce"),
+            "tensor parallel": self._collective(
+                "tp", sent["tp, gather"] + sent["tp, reduce"], k * self._stream_calls(mode)
+            ),
+            "small sums": (sent["gather"] + sent["reduce"]) / of_group("W", "reduce") + k * of_group("a", "reduce"),
             "optimizer": optimizer / W_memory,
             "operators": k * t_operator * (self.counts("none").operators + r * self._operators_again(mode)),
         }
@@ -302,8 +323,19 @@ class Costs:
 
 def _expr(amount: Amount) -> Expr:
     batch, sequence = (Integer(1), B, B / (dp * k)), (Integer(1), S, S / (cp * u))
-    terms = (_number(value) * batch[b] * sequence[s] for (b, s), value in amount.items())
+    parts = (1, 1, tp)
+    terms = (_number(value) * batch[b] * sequence[s] / parts[t] for (b, s, t), value in amount.items())
     return sum(terms, Integer(0))
+
+
+def _over_heads(kind: Attention) -> Expr | int:
+    """Ranks of tp that share the query heads."""
+    return tp if kind.split else 1
+
+
+def _kv_heads(kind: Attention) -> Expr | int:
+    """Key/value heads of a rank of tp: one where each is at several ranks."""
+    return kind.kv_heads / tp if kind.split == "heads" else Integer(kind.kv_heads)
 
 
 def _number(value: float) -> Expr:

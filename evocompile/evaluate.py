@@ -58,12 +58,20 @@ class Evaluator:
         found["t_operator"] = device.operator
         return {**found, **self.costs.pairs(self.length), "S": float(self.length), "hides": float(self.hides)}
 
-    def _call(self, key: tuple[str, ...], expressions: Sequence[sympy.Expr], values: dict[str, Array]) -> list[Array]:
-        if key not in self.costs.functions:
+    def _costs(self, plans: Degrees) -> Costs:
+        """Plans that are evaluated together have one tp."""
+        degrees = np.unique(plans.tp)
+        assert len(degrees) == 1, f"plans of several degrees of tp: {degrees}"
+        return self.costs.over_tensor(int(degrees[0]))
+
+    def _call(
+        self, costs: Costs, key: tuple[str, ...], expressions: Sequence[sympy.Expr], values: dict[str, Array]
+    ) -> list[Array]:
+        if key not in costs.functions:
             symbols = sorted(set().union(*(each.free_symbols for each in expressions)), key=str)
-            function = sympy.lambdify(symbols, list(expressions), "numpy", cse=True)
-            self.costs.functions[key] = [str(each) for each in symbols], function
-        names, function = self.costs.functions[key]
+            function = sympy.lambdify(symbols, list(expressions), "numpy", cse=False)
+            costs.functions[key] = [str(each) for each in symbols], function
+        names, function = costs.functions[key]
         results = function(*(values[name] for name in names))
         return [np.broadcast_to(np.asarray(each, float), values["dp"].shape) for each in results]
 
@@ -99,7 +107,7 @@ class Evaluator:
                 ("cp", plans.cp, cp_stride),
                 ("ulysses", plans.u, u_stride),
                 ("tp", plans.tp, ones),
-                ("reduce", replicas / near, near),
+                ("reduce", replicas, ones),
             )
         }
         windows = plans.cp / plans.inner
@@ -113,43 +121,50 @@ class Evaluator:
 
     def held(self, plans: Degrees, mode: str, part: Array) -> dict[str, Array]:
         """Bytes by term."""
-        terms = self.costs.held(mode)
-        values = {**self.values(plans), "r": part}
-        return dict(zip(terms, self._call(("held", mode), list(terms.values()), values), strict=True))
+        costs = self._costs(plans)
+        return self._terms(costs, ("held", mode), costs.held(mode), {**self.values(plans, groups=False), "r": part})
 
     def spent(self, plans: Degrees, mode: str, schedule: str, part: Array) -> dict[str, Array]:
         """Seconds by what they are spent on."""
-        terms = self.costs.seconds(mode, schedule)
+        costs = self._costs(plans)
         values = {**self.values(plans), "r": part}
-        return dict(zip(terms, self._call(("spent", mode, schedule), list(terms.values()), values), strict=True))
+        return self._terms(costs, ("spent", mode, schedule), costs.seconds(mode, schedule), values)
 
     def sent(self, plans: Degrees, mode: str, schedule: str, part: Array) -> dict[str, Array]:
         """Bytes that a rank sends by purpose."""
-        terms = self.costs.sent(mode, schedule)
+        costs = self._costs(plans)
         values = {**self.values(plans, groups=False), "r": part}
-        return dict(zip(terms, self._call(("sent", mode, schedule), list(terms.values()), values), strict=True))
+        return self._terms(costs, ("sent", mode, schedule), costs.sent(mode, schedule), values)
 
-    def memory(self, plans: Degrees, mode: str, part: Array) -> Array:
-        key = ("memory", mode)
-        expressions = [] if key in self.costs.functions else [sympy.Add(*self.costs.held(mode).values())]
-        return self._call(key, expressions, {**self.values(plans, groups=False), "r": part})[0]
+    def _terms(
+        self, costs: Costs, key: tuple[str, ...], terms: dict[str, sympy.Expr], values: dict[str, Array]
+    ) -> dict[str, Array]:
+        return dict(zip(terms, self._call(costs, key, list(terms.values()), values), strict=True))
 
-    def smallest(self, plans: Degrees, mode: str) -> tuple[Array, Array]:
+    def memory(self, plans: Degrees, mode: str, part: Array, values: dict[str, Array] | None = None) -> Array:
+        """Bytes in all. values: of the plans' symbols, where they are known."""
+        costs, key = self._costs(plans), ("memory", mode)
+        expressions = [] if key in costs.functions else [sympy.Add(*costs.held(mode).values())]
+        return self._call(costs, key, expressions, {**(values or self.values(plans, groups=False)), "r": part})[0]
+
+    def smallest(self, plans: Degrees, mode: str, values: dict[str, Array] | None = None) -> tuple[Array, Array]:
         """Memory, and the part of the layers that recompute: the least with which a plan fits, all if none does."""
         zeros = np.zeros(plans.dp.shape)
-        none = self.memory(plans, mode, zeros)
+        none = self.memory(plans, mode, zeros, values)
         if mode == "none":
             return none, zeros
         layers = sum(self.costs.counts("none").attended.values())
-        most = self.memory(plans, mode, zeros + 1)
+        most = self.memory(plans, mode, zeros + 1, values)
         needed = (none - self.cluster.device.memory) / np.maximum(none - most, 1)
         part = np.clip(np.ceil(needed * layers), 1, layers) / layers
         return none + part * (most - none), part
 
-    def seconds(self, plans: Degrees, mode: str, schedule: str, part: Array) -> Array:
-        key = ("seconds", mode, schedule)
-        expressions = [] if key in self.costs.functions else [sympy.Add(*self.costs.seconds(mode, schedule).values())]
-        return self._call(key, expressions, {**self.values(plans), "r": part})[0]
+    def seconds(
+        self, plans: Degrees, mode: str, schedule: str, part: Array, values: dict[str, Array] | None = None
+    ) -> Array:
+        costs, key = self._costs(plans), ("seconds", mode, schedule)
+        expressions = [] if key in costs.functions else [sympy.Add(*costs.seconds(mode, schedule).values())]
+        return self._call(costs, key, expressions, {**(values or self.values(plans)), "r": part})[0]
 
 
 def mode_of(plan: Plan) -> tuple[str, Array]:

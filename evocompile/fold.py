@@ -12,14 +12,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 
 from .capture import capture
 from .errors import CaptureError
-from .graph_costs import Counts, count
+from .graph_costs import Counts, count, tensor_pattern
 from .precision import Precision
 from .program import InputKind, Program
 
@@ -33,6 +34,7 @@ class Folded:
     """A model's counts by mode of recomputation. layers: how many repeat. captured: with how many it was captured.
 
     period: of layers, whose costs are `repeated`. program: the smallest capture; batch, sequence: its B and S.
+    larger: the capture with a period more, if there is one.
     """
 
     counts: Counted
@@ -41,8 +43,34 @@ class Folded:
     captured: int
     period: int
     program: Program
+    larger: Program | None
     batch: int
     sequence: int
+
+    @property
+    def times(self) -> int:
+        """How many periods of layers are in the model beyond those that were captured."""
+        return (self.layers - self.captured) // self.period if self.period else 0
+
+    def over_tensor(self, degree: int) -> Folded | None:
+        """The counts under tp of this degree; `None` where it splits nothing."""
+        if degree not in self._patterns:
+            self._patterns[degree] = tensor_pattern(self.program, degree)
+        pattern = self._patterns[degree]
+        if not pattern:
+            return None
+        if pattern not in self._over_tensor:
+            self._over_tensor[pattern] = _counted(self.program, self.larger, self.times, degree)
+        counts, repeated = self._over_tensor[pattern]
+        return replace(self, counts=counts, repeated=repeated)
+
+    @cached_property
+    def _patterns(self) -> dict[int, frozenset[tuple[str, str]]]:
+        return {}
+
+    @cached_property
+    def _over_tensor(self) -> dict[frozenset[tuple[str, str]], tuple[Counted, Counted | None]]:
+        return {}
 
 
 def fold(
@@ -74,20 +102,27 @@ def fold(
             else:
                 return _folded(small, larger, depth, few, period)
     program = captured(None)
-    return Folded(count(program), None, depth, depth, 0, program, *_sizes(program))
+    return Folded(count(program), None, depth, depth, 0, program, None, *_sizes(program))
 
 
 def whole(program: Program) -> Folded:
     """The counts of a call that is captured already, with all its layers."""
-    return Folded(count(program), None, 0, 0, 0, program, *_sizes(program))
+    return Folded(count(program), None, 0, 0, 0, program, None, *_sizes(program))
 
 
 def _folded(small: Program, larger: Program, depth: int, few: int, period: int) -> Folded:
-    base, more = count(small), count(larger)
+    counts, repeated = _counted(small, larger, (depth - few) // period)
+    return Folded(counts, repeated, depth, few, period, small, larger, *_sizes(small))
+
+
+def _counted(small: Program, larger: Program | None, times: int, tensor: int = 1) -> tuple[Counted, Counted | None]:
+    """The counts of the model, and of a period of its layers, under tp of a degree."""
+    base = count(small, tensor)
+    if larger is None:
+        return base, None
+    more = count(larger, tensor)
     repeated = {mode: more[mode].plus(base[mode], -1) for mode in base}
-    times = (depth - few) // period
-    counts = {mode: base[mode].plus(repeated[mode], times) for mode in base}
-    return Folded(counts, repeated, depth, few, period, small, *_sizes(small))
+    return {mode: base[mode].plus(repeated[mode], times) for mode in base}, repeated
 
 
 def _sizes(program: Program) -> tuple[int, int]:

@@ -13,7 +13,8 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from .collectives import is_start
-from .layout import Layout
+from .layout import FINE, Layout
 from .mesh import group_name
 from .plan import RECOMPUTE, Plan
 from .program import InputKind, Program, nbytes, output_values, placeholders
@@ -31,20 +32,22 @@ WHOLE, NAMED, SPLIT = range(3)  # how an axis takes part in a size: not at all, 
 
 # Two row counts, two lengths: both axes are named and split, whatever the model does with them.
 PROBE = Plan(dp=2, cp=2, attention="ring")
+Levels = tuple[int, int, int]
 
 
-class Amount(Counter[tuple[int, int]]):
-    """Σ coefficient · b · s over keys (batch, sequence), where b is 1, B or B/(dp·k), and s is 1, S or S/(cp·ulysses).
+class Amount(Counter[Levels]):
+    """Σ coefficient · b · s / t over keys (batch, sequence, tensor), for k micro-batches.
 
-    For k micro-batches. The keys are `WHOLE`, `NAMED` or `SPLIT`.
+    b is 1, B or B/(dp·k), s is 1, S or S/(cp·ulysses): `WHOLE`, `NAMED` or `SPLIT`. t is tp where the third is `SPLIT`.
     """
 
-    def at(self, rows: float, positions: float, replicas: float, ranks: float) -> float:
-        """Its value on a rank. replicas: dp·k. ranks: cp·ulysses."""
+    def at(self, rows: float, positions: float, replicas: float, ranks: float, tensor: float = 1) -> float:
+        """Its value on a rank. replicas: dp·k. ranks: cp·ulysses. tensor: tp."""
         batch, sequence = (1, rows, rows / replicas), (1, positions, positions / ranks)
-        return sum(coefficient * batch[b] * sequence[s] for (b, s), coefficient in self.items())
+        parts = (1, 1, tensor)
+        return sum(coefficient * batch[b] * sequence[s] / parts[t] for (b, s, t), coefficient in self.items())
 
-    def plus(self, other: Mapping[tuple[int, int], float], times: float = 1) -> Amount:
+    def plus(self, other: Mapping[Levels, float], times: float = 1) -> Amount:
         """self + times · other."""
         total = Amount(self)
         for key, coefficient in other.items():
@@ -53,7 +56,10 @@ class Amount(Counter[tuple[int, int]]):
 
 
 class Attention(NamedTuple):
-    """A kind of attention. lengths: of queries and keys, `None` where it is the captured sequence."""
+    """A kind of attention. lengths: of queries and keys, `None` where it is the captured sequence.
+
+    split: over tp: "" not at all, "heads", or "queries" where key/value heads are fewer, and at every rank.
+    """
 
     heads: int
     kv_heads: int
@@ -62,6 +68,7 @@ class Attention(NamedTuple):
     itemsize: int
     mask: str
     lengths: tuple[int | None, int | None]
+    split: str = ""
     exchanged: int = 0
 
     @property
@@ -83,11 +90,21 @@ class Parameter(NamedTuple):
 
 
 class Small(NamedTuple):
-    """A collective that layouts ask for. batch, sequence: whether it is over the ranks that share them."""
+    """A collective that layouts ask for. batch, sequence, tensor: whether it is over the ranks that share them.
+
+    purpose: of its group.
+    """
 
     kind: str
     batch: bool
     sequence: bool
+    tensor: bool = False
+    purpose: str = "reduce"
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether it gathers or scatters tokens among the ranks of tp."""
+        return self.tensor and not self.batch and not self.sequence
 
 
 @dataclass
@@ -98,7 +115,7 @@ class Counts:
     attended, again, attended_backward: calls of attention in the forward, again in the backward, and of its backward.
     saved:   bytes between forward and backward. peak: the most alive at once, saved ones included, parameters not.
     operators: that run on the device, in both graphs.
-    small:   bytes before division by the ranks of a group.
+    small:   bytes before division by the ranks of a group. calls: of these collectives.
     """
 
     forward: dict[str, Amount] = field(default_factory=dict)
@@ -109,6 +126,7 @@ class Counts:
     parameters: Counter[Parameter] = field(default_factory=Counter)
     operators: float = 0
     small: dict[Small, Amount] = field(default_factory=dict)
+    calls: Counter[Small] = field(default_factory=Counter)
     saved: Amount = field(default_factory=Amount)
     peak: Amount = field(default_factory=Amount)
 
@@ -128,12 +146,23 @@ def _plus(one: Any, other: Any, times: float) -> Any:
     return {key: one.get(key, Amount()).plus(other.get(key, Amount()), times) for key in [*one, *other]}
 
 
-def count(captured: Program) -> dict[str, Counts]:
-    """The counts of a captured call by mode of recomputation."""
-    return {mode: _count(captured, mode) for mode in RECOMPUTE}
+def count(captured: Program, tensor: int = 1) -> dict[str, Counts]:
+    """The counts of a captured call by mode of recomputation. tensor: tp of the probe."""
+    return {mode: _count(captured, mode, tensor) for mode in RECOMPUTE}
 
 
-def _count(captured: Program, mode: str) -> Counts:
+def tensor_pattern(captured: Program, degree: int) -> frozenset[tuple[str, str]]:
+    """Which weights tp of this degree splits, and how. Degrees with equal patterns have equal counts."""
+    from .passes.canonicalize import canonicalize
+    from .passes.seed_random import seed_random
+    from .passes.tensor_axes import tensor_layouts
+
+    program = seed_random(canonicalize(captured.bind(Plan(tp=degree), 0)))
+    layouts, _ = tensor_layouts(program)
+    return frozenset((node.name, str(layout)) for node, layout in layouts.items())
+
+
+def _count(captured: Program, mode: str, tensor: int) -> Counts:
     from .passes.annotate import annotate
     from .passes.canonicalize import canonicalize
     from .passes.localize import localize
@@ -141,7 +170,7 @@ def _count(captured: Program, mode: str) -> Counts:
     from .passes.rematerialize import rematerialize
     from .passes.seed_random import seed_random
 
-    program = captured.bind(Plan(dp=PROBE.dp, cp=PROBE.cp, attention="ring", recompute=mode), 0)
+    program = captured.bind(replace(PROBE, tp=tensor, recompute=mode), 0)
     for run in (canonicalize, seed_random, recompute, annotate, localize, rematerialize):
         program = run(program)
     assert program.sharding is not None
@@ -177,7 +206,7 @@ class _Counting:
         elif node.target == ATTENTION_BACKWARD:
             counts.attended_backward[self._attention(node)] += 1
         elif is_start(node):
-            self._add_collective(counts.small, node)
+            self._add_collective(counts, node)
         else:
             flops = self._flops(node)
             if flops:
@@ -187,16 +216,22 @@ class _Counting:
 
     # --- sizes
 
-    def _levels(self, layout: Layout) -> tuple[int, int]:
-        """Whether the axes of B and S are in a value, and split."""
-        levels = {"batch": WHOLE, "seq": WHOLE}
+    def _levels(self, layout: Layout) -> Levels:
+        """Whether the axes of B and S, and one that tp splits, are in a value, and split."""
+        assert self.program.sharding is not None
+        levels = {"batch": WHOLE, "seq": WHOLE, "tensor": WHOLE}
         for factor in (factor for dim in layout.dims for factor in dim):
-            if factor.axis is not None and factor.axis.name in levels:
-                level = SPLIT if factor.split else NAMED
-                levels[factor.axis.name] = max(levels[factor.axis.name], level)
-        return levels["batch"], levels["seq"]
+            if factor.axis is None:
+                continue
+            name, level = factor.axis.name.removesuffix(FINE), SPLIT if factor.split else NAMED
+            if name in levels:
+                levels[name] = max(levels[name], level)
+            split = self.program.sharding.splits.get(factor.axis.name)
+            if factor.split and split is not None and "tp" in split.mesh_axes:
+                levels["tensor"] = SPLIT
+        return levels["batch"], levels["seq"], levels["tensor"]
 
-    def _scaled(self, number: float, levels: tuple[int, int]) -> Amount:
+    def _scaled(self, number: float, levels: Levels) -> Amount:
         """A count at the captured sizes as an amount."""
         per = (self.batch if levels[0] else 1) * (self.sequence if levels[1] else 1)
         return Amount({levels: number / per})  # type: ignore[dict-item]
@@ -207,20 +242,54 @@ class _Counting:
         if not isinstance(value, torch.Tensor):
             return Amount()
         if node.op == "placeholder" and value.shape[:2] == (self.batch, self.sequence):
-            return self._scaled(nbytes(value), (NAMED, NAMED))  # ids, labels: their axes are named by position
-        if layout is None:
-            return self._scaled(nbytes(value), (WHOLE, WHOLE))
-        return self._scaled(math.prod(layout.shape) * value.element_size(), self._levels(layout))
+            return self._scaled(nbytes(value), (NAMED, NAMED, WHOLE))  # ids, labels: their axes are named by position
+        if layout is not None:
+            return self._scaled(math.prod(layout.shape) * value.element_size(), self._levels(layout))
+        plan, levels = self.program.plan, self._on_the_way.get(node, (WHOLE, WHOLE, WHOLE))
+        shares = zip(levels, (plan.dp, plan.cp, plan.tp), strict=True)
+        return self._scaled(nbytes(value) * math.prod(n for level, n in shares if level == SPLIT), levels)
+
+    @cached_property
+    def _on_the_way(self) -> dict[fx.Node, Levels]:
+        """The levels of values without a layout, between two layouts: those of what they are made of."""
+        found: dict[fx.Node, Levels] = {}
+        by_name: dict[str, Levels] = {}  # what the forward saves is an input of the backward, of the same name
+        for graph in self.graphs:
+            by_name = {node.name: levels for node, levels in found.items()}
+            for node in graph.nodes:
+                inputs = [found[each] for each in node.all_input_nodes if each in found]
+                if node in self.program.layouts:
+                    found[node] = self._levels(self.program.layouts[node])
+                elif node.op == "placeholder" and node.name in by_name:
+                    found[node] = by_name[node.name]
+                elif node.op == "call_function" and inputs:
+                    batch, sequence, tensor = (max(each) for each in zip(*inputs, strict=True))
+                    found[node] = self._after(node, (batch, sequence, tensor))
+        return found
+
+    def _after(self, node: fx.Node, levels: Levels) -> Levels:
+        """The levels of a collective's result, if a node is one, from those of its source."""
+        if not is_start(node):
+            return levels
+        collective = self.program.collectives[node]
+        axes = _mesh_axes(self.program, collective.group)
+        if collective.kind == "reduce_scatter":
+            return (levels[0], levels[1], SPLIT if "tp" in axes else levels[2])
+        if collective.kind != "all_gather":
+            return levels
+        over = zip(levels, ("dp", "cp", "tp"), (NAMED, NAMED, WHOLE), strict=True)
+        batch, sequence, tensor = (whole if axis in axes else level for level, axis, whole in over)
+        return batch, sequence, tensor
 
     def _shape(self, node: fx.Node) -> torch.Size:
         layout = self.program.layouts.get(node)
         return torch.Size(layout.shape) if layout is not None else node.meta["val"].shape
 
-    def _touched(self, node: fx.Node) -> tuple[int, int]:
+    def _touched(self, node: fx.Node) -> Levels:
         """The axes that an operator works along: those of its operands and of its result."""
         layouts = [self.program.layouts[each] for each in (node, *node.all_input_nodes) if each in self.program.layouts]
         levels = [self._levels(layout) for layout in layouts]
-        return max(b for b, _ in levels), max(s for _, s in levels)
+        return max(b for b, _, _ in levels), max(s for _, s, _ in levels), max(t for _, _, t in levels)
 
     def _flops(self, node: fx.Node) -> float:
         """At global shapes."""
@@ -238,17 +307,20 @@ class _Counting:
         (_, heads, queries, dim), (_, kv_heads, keys, _), v = (self._shape(each) for each in (call.q, call.k, call.v))
         lengths = tuple(None if length == self.sequence else length for length in (queries, keys))
         itemsize = call.q.meta["val"].element_size()
-        return Attention(heads, kv_heads, dim, v[3], itemsize, call.mask, lengths)  # type: ignore[arg-type]
+        queries_split, keys_split = (self._levels(self.program.layouts[each])[2] for each in (call.q, call.k))
+        split = "heads" if keys_split else "queries" if queries_split else ""
+        return Attention(heads, kv_heads, dim, v[3], itemsize, call.mask, lengths, split)  # type: ignore[arg-type]
 
     # --- communication that layouts ask for
 
-    def _add_collective(self, small: dict[Small, Amount], node: fx.Node) -> None:
+    def _add_collective(self, counts: Counts, node: fx.Node) -> None:
         collective = self.program.collectives[node]
-        axes = _mesh_axes(self.program, collective.group)
-        key = Small(collective.kind, "dp" in axes, "cp" in axes)
+        axes, purpose = _mesh_axes(self.program, collective.group), collective.group.split(":")[0]
+        key = Small(collective.kind, "dp" in axes, "cp" in axes, "tp" in axes, purpose)
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        small[key] = small.get(key, Amount()).plus(self._size(source))
+        counts.small[key] = counts.small.get(key, Amount()).plus(self._size(source))
+        counts.calls[key] += 1
 
     # --- parameters, and what is alive
 
@@ -275,7 +347,11 @@ class _Counting:
             for node in placeholders(graph):
                 if node.name not in parameters:
                     saved = saved.plus(self._size(node))
-        return saved, max(peaks, key=lambda amount: amount.at(self.batch, self.sequence, 2, 2))
+        return saved, max(peaks, key=self._at_probe)
+
+    def _at_probe(self, amount: Amount) -> float:
+        plan = self.program.plan
+        return amount.at(self.batch, self.sequence, plan.dp, plan.cp, plan.tp)
 
     def _parameter_nodes(self) -> Iterator[fx.Node]:
         inputs = [each for each in self.program.inputs if each.kind is not InputKind.TANGENT]
@@ -300,7 +376,7 @@ class _Counting:
         for i, node in enumerate(nodes):
             if roots[node] is node and node.name not in parameters and node in last:
                 alive = alive.plus(self._size(node))
-            now = alive.at(self.batch, self.sequence, 2, 2)
+            now = self._at_probe(alive)
             if now > most:
                 most, peak = now, alive
             for each in ends.get(i, ()):
@@ -330,7 +406,7 @@ def _roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 def _mesh_axes(program: Program, group: str) -> set[str]:
     """The axes of the probe that a group of rank 0 is over."""
     purpose = group.split(":")[0]
-    for axes in ({"dp"}, {"cp"}, {"dp", "cp"}):
+    for axes in ({"dp"}, {"cp"}, {"tp"}, {"dp", "cp"}, {"cp", "tp"}, {"dp", "tp"}, {"dp", "cp", "tp"}):
         if group == group_name(purpose, program.mesh.peers(0, axes)):
             return axes
     raise AssertionError(f"a group of no mesh axes: {group}")

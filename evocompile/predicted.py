@@ -1,7 +1,8 @@
 """The bytes that a rank sends under a plan, from the costs of a model alone: what its graphs will count.
 
 The states' formulas are those of `costs.py`; attention's are those of `passes/volumes.py`, which know the rank. Exact
-where batch, positions and heads divide by the plan's degrees.
+where batch, positions and heads divide by the plan's degrees. Over tp, of layers of which a part recomputes, within
+what one layer scatters: behind the last one the model's end is computed again too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from .passes.volumes import Volume
 from .plan import Plan
 
 STATES = {"params": "params", "grads": "grads", "refresh": "refresh", "grads_on": "grads.on"}
-STATES |= {"grads_copies": "grads.copies", "reduce": "reduce"}
+STATES |= {"grads_copies": "grads.copies", "reduce": "reduce", "gather": "gather"}
+TENSOR = {"tp, gather": "gather", "tp, reduce": "reduce"}
 
 
 def sent_by_purpose(costs: Costs, plan: Plan, rank: int) -> dict[str, int]:
@@ -31,6 +33,9 @@ def sent_by_purpose(costs: Costs, plan: Plan, rank: int) -> dict[str, int]:
     mode, part = mode_of(plan)
     sent = evaluator.sent(degrees_of([plan]), mode, plan.attention, part)
     found = Counter({name: round(float(sent[ours][0])) for ours, name in STATES.items()})
+    for ours, name in TENSOR.items():
+        found[name] += round(float(sent[ours][0]))
+    costs = costs.over_tensor(plan.tp)
     again = costs.counts(mode).again
     layers = sum(again.values())
     for kind, count in costs.counts("none").attended.items():
@@ -43,7 +48,9 @@ def sent_by_purpose(costs: Costs, plan: Plan, rank: int) -> dict[str, int]:
 
 
 def _attention(costs: Costs, kind: Attention, plan: Plan, rank: int) -> dict[str, Volume]:
-    coordinate = Mesh.of(plan).coordinate(rank)
+    coordinate, causal = Mesh.of(plan).coordinate(rank), costs.is_causal(kind)
+    kind = kind._replace(heads=kind.heads // (plan.tp if kind.split else 1))
+    kind = kind._replace(kv_heads=kind.kv_heads // (plan.tp if kind.split == "heads" else 1))
     length, rows = costs.folded.sequence, costs.folded.batch // plan.dp // plan.microbatches
     own = {name: intervals[coordinate.get("ulysses", 0)] for name, intervals in _heads(kind, plan).items()}
     heads, kv_heads = (hi - lo for lo, hi in (own["queries"], own["keys"]))
@@ -54,7 +61,7 @@ def _attention(costs: Costs, kind: Attention, plan: Plan, rank: int) -> dict[str
         counts = [[hi - lo for lo, hi in _heads(kind, plan)[name]] for name in ("queries", "keys")]
         found["ulysses"] = volumes.ulysses(whole, length // plan.cp, *counts, coordinate["ulysses"])
     if plan.cp > 1:
-        found |= _blocks(sizes, costs.is_causal(kind), kind.mask, length, plan, coordinate["cp"])
+        found |= _blocks(sizes, causal, kind.mask, length, plan, coordinate["cp"])
     return found
 
 

@@ -1,18 +1,20 @@
 """search: the fastest of all legal plans that fit. Memory first, then time; the same result wherever it is run.
 
-Legal are all dp · cp · ulysses = ranks with enough rows, positions and heads to split; P | G | O | R nested; each
+Legal are all dp · cp · ulysses · tp = ranks with enough rows, positions and heads to split, tp within a node and where
+it splits weights; P | G | O | R nested; each
 attention schedule where blocks are exchanged, in each placement; micro-batches that divide the rows, where the call
 returns the loss alone; and recomputation of as many layers as it takes to fit, and no more. The closed forms of
-`costs.py` are evaluated for all of them with numpy, one (dp, cp, ulysses) at a time.
+`costs.py` are evaluated for all of them with numpy, one (dp, cp, ulysses, tp) at a time.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -87,7 +89,7 @@ class Found:
 class Space:
     """What is open for a model. devices: of a node. heads: the fewest of an attention over the sequence.
 
-    causal: one of them is causal.
+    causal: one of them is causal. tensor: degrees of tp, with the fewest heads that each leaves to a rank.
     parts: micro-batches are allowed. sequence: there is attention over it. optimizer: O, if it is fixed.
     """
 
@@ -100,6 +102,7 @@ class Space:
     parts: bool
     sequence: bool
     optimizer: int | None = None
+    tensor: Mapping[int, int] = field(default_factory=dict)
 
 
 def search(
@@ -162,30 +165,48 @@ def space_of(costs: Costs, cluster: Cluster, rows: int, length: int) -> tuple[Sp
         notes.append("micro-batches are 1: the call does not return the loss alone")
     causal = any(costs.is_causal(kind) for kind in spanning)
     heads = min((kind.heads for kind in spanning), default=1)
-    return Space(cluster.world, cluster.devices, rows, length, heads, causal, parts, bool(spanning)), tuple(notes)
+    tensor = {1: heads}
+    for degree in divisors(math.gcd(cluster.devices, cluster.world))[1:]:
+        if costs.folded.over_tensor(degree) is not None:
+            kinds = [kind for kind in costs.over_tensor(degree).kinds if kind.lengths == (None, None)]
+            tensor[degree] = min((kind.heads // (degree if kind.split else 1) for kind in kinds), default=1)
+    if len(tensor) == 1 and cluster.devices > 1:
+        notes.append("tp is 1: no weights were found that it would split")
+    space = Space(*(cluster.world, cluster.devices, rows, length, heads, causal, parts, bool(spanning)), tensor=tensor)
+    return space, tuple(notes)
 
 
 # --- the space ------------------------------------------------------------------------------------------------------
 
 
 def blocks_of(space: Space) -> Iterator[Degrees]:
-    """All legal degrees, one (dp, cp, ulysses) after another, but for schedule and recomputation."""
+    """All legal degrees, one (dp, cp, ulysses, tp) after another, but for schedule and recomputation."""
     chains = np.array(list(_chains(space.ranks, space.optimizer)), float).reshape(-1, 3).T
-    for dp in divisors(space.ranks):
-        for cp in divisors(space.ranks // dp):
-            u = space.ranks // dp // cp
-            if dp > space.rows or u > space.heads or 2 * cp * u > max(space.length, 2):
-                continue
-            if cp * u > 1 and not space.sequence:
-                continue
-            arrangements = list(_arrangements(cp, u, space.devices))
-            micro = [k for k in divisors(space.rows // dp) if space.parts and space.rows % (dp * k) == 0] or [1]
-            options = np.array([(k, *each) for k in micro for each in arrangements], float).T
-            many = np.repeat(chains, options.shape[1], axis=1)
-            other = np.tile(options, chains.shape[1])
-            ones = np.ones(many.shape[1])
-            params, grads, optimizer = many
-            yield Degrees(dp * ones, cp * ones, u * ones, ones, params, grads, optimizer, *other)  # type: ignore[call-arg]
+    for dp, cp, u, tp in _splits(space):
+        arrangements = list(_arrangements(cp, u, max(space.devices // tp, 1)))
+        micro = [k for k in divisors(space.rows // dp) if space.parts and space.rows % (dp * k) == 0] or [1]
+        options = np.array([(k, *each) for k in micro for each in arrangements], float).T
+        many = np.repeat(chains, options.shape[1], axis=1)
+        other = np.tile(options, chains.shape[1])
+        ones = np.ones(many.shape[1])
+        yield Degrees(dp * ones, cp * ones, u * ones, tp * ones, *many, *other)  # type: ignore[call-arg]
+
+
+def _splits(space: Space) -> Iterator[tuple[int, int, int, int]]:
+    """dp, cp, ulysses, tp."""
+    for tp in space.tensor:
+        for dp in divisors(space.ranks // tp) if space.ranks % tp == 0 else ():
+            for cp in divisors(space.ranks // tp // dp):
+                u = space.ranks // tp // dp // cp
+                if is_legal(space, dp, cp, u, tp):
+                    yield dp, cp, u, tp
+
+
+def is_legal(space: Space, dp: int, cp: int, u: int, tp: int) -> bool:
+    """Whether every rank has rows, two positions for each chunk, and heads."""
+    if dp > space.rows or u > space.tensor.get(tp, 0) or 2 * cp * u * tp > max(space.length, 2):
+        return False
+    return cp * u == 1 or space.sequence
 
 
 def _arrangements(cp: int, u: int, devices: int) -> Iterator[tuple[bool, int]]:
@@ -224,8 +245,9 @@ def _best(evaluator: Evaluator, space: Space) -> tuple[list[Plan], int, int, Pla
     considered = fitting = 0
     leanest: tuple[float, Plan] | None = None
     for plans in blocks_of(space):
+        values = evaluator.values(plans)
         for mode in RECOMPUTE if evaluator.costs.counts("none").attended else RECOMPUTE[:1]:
-            memory, part = evaluator.smallest(plans, mode)
+            memory, part = evaluator.smallest(plans, mode, values)
             fits = memory <= evaluator.cluster.device.memory
             for schedule in schedules_of(space, int(plans.cp[0])):
                 legal = plans.inner == 1 if schedule == "balanced" else np.ones_like(fits)
@@ -235,7 +257,8 @@ def _best(evaluator: Evaluator, space: Space) -> tuple[list[Plan], int, int, Pla
                     leanest = float(memory[least]), plan_of(plans, least, mode, schedule, part[least])
                 rows = np.flatnonzero(fits & legal)
                 if len(rows):
-                    seconds = evaluator.seconds(plans.take(rows), mode, schedule, part[rows])
+                    here = {name: each[rows] if np.ndim(each) else each for name, each in values.items()}
+                    seconds = evaluator.seconds(plans.take(rows), mode, schedule, part[rows], here)
                     for i in _fastest(seconds):
                         plan = plan_of(plans, int(rows[i]), mode, schedule, part[rows[i]])
                         found.append((float(seconds[i]), float(memory[rows[i]]), plan))
@@ -265,7 +288,7 @@ def _rounded(value: float) -> float:
 def simplicity(plan: Plan) -> tuple[Any, ...]:
     """Of plans that take as long, the first has fewer exchanges, in smaller groups."""
     shard = plan.shard_degrees
-    degrees = (plan.cp * plan.ulysses, plan.cp, plan.inner_ring, plan.microbatches)
+    degrees = (plan.cp * plan.ulysses * plan.tp, plan.tp, plan.cp, plan.inner_ring, plan.microbatches)
     return (*degrees, shard.params, shard.grads, shard.optimizer, str(plan))
 
 
@@ -311,14 +334,14 @@ def neighbours(space: Space, plan: Plan) -> Iterator[tuple[str, Plan]]:
     """The plans that differ in one choice."""
     change = dataclasses.replace
     shard = plan.shard_degrees
-    for take, give in itertools.permutations(("dp", "cp", "ulysses"), 2):
+    names = ("dp", "cp", "ulysses", "tp")
+    for take, give in itertools.permutations(names, 2):
         if getattr(plan, take) % 2 == 0:
             other = {take: getattr(plan, take) // 2, give: getattr(plan, give) * 2}
-            degrees = {name: other.get(name, getattr(plan, name)) for name in ("dp", "cp", "ulysses")}
+            degrees = {name: other.get(name, getattr(plan, name)) for name in names}
             inner = plan.inner_ring if degrees["cp"] % plan.inner_ring == 0 else 1
-            sequence = degrees["cp"] * degrees["ulysses"]
-            legal = degrees["dp"] * plan.microbatches <= space.rows and degrees["ulysses"] <= space.heads
-            if legal and (sequence == 1 or (space.sequence and 2 * sequence <= space.length)):
+            parts = degrees["dp"] * plan.microbatches <= space.rows
+            if parts and is_legal(space, *degrees.values()):
                 what = ", ".join(f"{name} {degree}" for name, degree in other.items())
                 yield what, change(plan, **degrees, inner_ring=inner)
     for name, nested in _shards(shard, plan.replicas):

@@ -17,7 +17,7 @@ from evocompile.cluster import Cluster
 from evocompile.costs import Costs
 from evocompile.evaluate import Evaluator, degrees_of
 from evocompile.fold import Folded, ends, fold, keys, repeating
-from evocompile.graph_costs import SPLIT, count
+from evocompile.graph_costs import SPLIT, WHOLE, count
 from evocompile.pipeline import run_passes
 from evocompile.plan import Plan, Shard
 from evocompile.precision import Precision
@@ -86,6 +86,12 @@ def by_purpose(program: Program) -> dict[str, int]:
         Plan(dp=2, cp=2, ulysses=2, placement="context-first", shard=Shard(2, 4, 8)),
         Plan(dp=2, cp=2, microbatches=2, shard=Shard(2, 2, 4)),
         Plan(cp=4, recompute="full", recompute_layers=0.5),
+        Plan(tp=2, shard=Shard(1, 1, 1)),
+        Plan(dp=2, tp=2, recompute="full", shard=Shard(1, 2, 4)),
+        Plan(cp=2, tp=2, recompute="attention", attention="ring"),
+        Plan(ulysses=2, tp=2, dp=2, shard=Shard(2, 4, 8)),
+        Plan(dp=2, tp=2, microbatches=2, shard=Shard(1, 2, 4)),
+        Plan(tp=4, shard=Shard(1, 4, 4)),  # more ranks than key/value heads: attention is not split
     ],
     ids=str,
 )
@@ -145,8 +151,8 @@ def test_products_are_those_of_the_formula() -> None:
     costs = Costs(folded())
     weights = 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 64) + 64 * 32
     none = costs.counts("none")
-    assert none.forward["bfloat16"] == {(SPLIT, SPLIT): 2 * weights}
-    assert none.backward["bfloat16"] == {(SPLIT, SPLIT): 4 * weights}
+    assert none.forward["bfloat16"] == {(SPLIT, SPLIT, WHOLE): 2 * weights}
+    assert none.backward["bfloat16"] == {(SPLIT, SPLIT, WHOLE): 4 * weights}
     assert costs.pairs(LENGTH) == {"N0": LENGTH * (LENGTH + 1) / 2}
     (kind,) = costs.kinds
     assert (kind.heads, kind.kv_heads, kind.dim) == (4, 2, 8)
@@ -162,5 +168,5 @@ def test_recomputation_keeps_what_it_says() -> None:
     """Full keeps a layer's residual: BSD elements of 2 bytes. Attention also keeps out and the log-sum-exp."""
     repeated = deep()[1].repeated
     assert repeated is not None
-    assert repeated["full"].saved == {(SPLIT, SPLIT): 2 * 32}
-    assert repeated["attention"].saved == {(SPLIT, SPLIT): 2 * 32 + 2 * 32 + 4 * 4}
+    assert repeated["full"].saved == {(SPLIT, SPLIT, WHOLE): 2 * 32}
+    assert repeated["attention"].saved == {(SPLIT, SPLIT, WHOLE): 2 * 32 + 2 * 32 + 4 * 4}

@@ -81,8 +81,10 @@ def test_the_space_is_complete() -> None:
     """World 4, sequences of 16, 4 heads, 4 rows: counted by hand."""
     space, notes = space_of(costs(), cluster(nodes=1), 4, 16)
     assert not notes
-    degrees = {(int(p.dp[0]), int(p.cp[0]), int(p.u[0])) for p in blocks_of(space)}
-    assert degrees == {(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 4, 1), (1, 2, 2), (1, 1, 4)}
+    degrees = {tuple(int(each[0]) for each in (p.dp, p.cp, p.u, p.tp)) for p in blocks_of(space)}
+    whole = {(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 4, 1), (1, 2, 2), (1, 1, 4)}
+    halves = {(2, 1, 1), (1, 2, 1), (1, 1, 2)}
+    assert degrees == {*((*each, 1) for each in whole), *((*each, 2) for each in halves), (1, 1, 1, 4)}
     chains = {tuple(map(int, row)) for p in blocks_of(space) for row in zip(p.P, p.G, p.O, strict=True)}
     assert chains == {(p, g, o) for p, g, o in itertools.product((1, 2, 4), repeat=3) if p <= g <= o}
 
