@@ -75,9 +75,9 @@ def _ours(**plan: Any) -> Callable[[nn.Module, Batch], Training]:
 
 
 OURS = {
-    "evocompile_ring": _ours(cp=2),
-    "evocompile_ulysses": _ours(ulysses=2),
-    "evocompile_dp": _ours(dp=2),
+    "evocompile_ring": _ours(cp=2, shard=(1, 2, 2)),
+    "evocompile_ulysses": _ours(ulysses=2, shard=(1, 2, 2)),
+    "evocompile_dp": _ours(dp=2, shard=(1, 2, 2)),
     "evocompile_ddp": _ours(dp=2, shard=(1, 1, 1)),
 }
 
