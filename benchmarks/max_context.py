@@ -1,6 +1,6 @@
 """The longest sequence that trains within a limit of memory: evocompile against FSDP2 and DeepSpeed's Ulysses (ALST).
 
-    python benchmarks/max_context.py [--limit-mb 384] [--predict-only] [--only evocompile fsdp2]
+    python benchmarks/max_context.py [--limit-mb 384] [--predict-only] [--only evocompile fsdp2 alst]
 
 Llama of hidden 256, MLP 704, 4 layers, 8 heads / 4 key/value heads, vocabulary 2048, float32, AdamW, batch 1, two ranks
 (gloo), eager. What counts is the sum of live tensors on a rank (live_bytes.py) in a forward and a backward, with
@@ -9,15 +9,18 @@ parameters, gradients, AdamW's states and inputs; MB are 2^20 bytes, lengths mul
 evocompile splits one sequence over both ranks. Its static memory model finds the length, and one step of that length
 on real ranks confirms it (`--predict-only` leaves that out: attention of 40K tokens takes minutes on a CPU). FSDP2
 shards the states, checkpoints each layer (the model's own `gradient_checkpointing_enable`), and each rank has a
-sequence of its own. Peaks are linear in the length: two short steps give the line, further ones correct it. ALST is not
-run: it takes DeepSpeed, which is not among the dependencies; 19,456 tokens were measured with the same model before.
+sequence of its own. Peaks are linear in the length: two short steps give the line, further ones correct it. ALST splits
+one sequence, shards the states (ZeRO-3) and checkpoints each layer; it takes DeepSpeed (`pip install -e '.[peers]'`),
+without which it is null.
 
-A table, and last one JSON object: {"evocompile": tokens, "fsdp2": tokens, "alst": null, "peaks_mb": {…}, "machine": …}.
+A table, and last one JSON object: {"evocompile": tokens, "fsdp2": tokens, "alst": tokens, "peaks_mb", "machine"}.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
 import json
 import os
 import platform
@@ -27,6 +30,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from live_bytes import LiveBytes
+from peer_training import alst
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -83,6 +87,23 @@ def _with_fsdp2(model: nn.Module, ids: Tensor) -> Loss:
 
 
 SYSTEMS = {"evocompile": _with_evocompile, "fsdp2": _with_fsdp2}
+PEERS = ("fsdp2", "alst")
+
+
+def _peak_of_alst(length: int) -> int:
+    """As `_peak`, of all that is alive from the making of the model on, since DeepSpeed holds more than its states."""
+    with LiveBytes() as live:
+        model = build()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        engine, loss = alst.engine_and_loss(model, 1)
+        for tokens in (2 * STEP, length):
+            ids = torch.randint(0, 2048, (1, tokens), generator=torch.Generator().manual_seed(0))
+            part = alst.part_of({"input_ids": ids, "labels": ids})
+            live.peak = live.now
+            engine.backward(loss(part))
+            peak = live.peak
+            engine.step()
+    return peak
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -112,7 +133,8 @@ def _peak(system: str, length: int) -> int:
 def _work(rank: int, system: str, length: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
-    peak = _peak(system, length)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}  # DeepSpeed reads them
+    peak = _peak_of_alst(length) if system == "alst" else _peak(system, length)
     with open(os.path.join(folder, f"{rank}"), "w") as file:
         file.write(str(peak))
     dist.destroy_process_group()
@@ -161,9 +183,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit-mb", type=int, default=384)
     parser.add_argument("--predict-only", action="store_true")
-    parser.add_argument("--only", nargs="+", choices=tuple(SYSTEMS), default=tuple(SYSTEMS))
+    parser.add_argument("--only", nargs="+", choices=("evocompile", *PEERS), default=("evocompile", *PEERS))
     options = parser.parse_args()
-    limit, found = options.limit_mb * MB, dict.fromkeys([*SYSTEMS, "alst"])
+    limit, found = options.limit_mb * MB, dict.fromkeys(("evocompile", *PEERS))
+    has_deepspeed = importlib.util.find_spec("deepspeed") is not None
     peaks: dict[str, float] = {}
     if "evocompile" in options.only:
         length, size = longest(predicted, limit)
@@ -171,12 +194,13 @@ def main() -> None:
         if not options.predict_only:
             length, size = confirmed(length, limit)
         found["evocompile"], peaks["evocompile"] = length, round(size / MB, 1)
-    if "fsdp2" in options.only:
-        found["fsdp2"], size = longest(lambda length: measured("fsdp2", length), limit)
-        peaks["fsdp2"] = round(size / MB, 1)
+    for peer in PEERS:
+        if peer in options.only and (peer != "alst" or has_deepspeed):
+            found[peer], size = longest(functools.partial(measured, peer), limit)
+            peaks[peer] = round(size / MB, 1)
     print(f"\nlongest sequence in {options.limit_mb} MB a rank, {RANKS} ranks")
     for system, length in found.items():
-        why = "DeepSpeed is not installed" if system == "alst" else "left out"
+        why = "DeepSpeed is not installed" if system == "alst" and not has_deepspeed else "left out"
         print(f"  {system:12} " + (f"{length:>8,} tokens" if length else f"not run: {why}"))
     machine = f"{platform.machine()}, torch {torch.__version__}"
     print(json.dumps({**found, "peaks_mb": peaks, "machine": machine}))
