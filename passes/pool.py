@@ -6,7 +6,8 @@ at the start of a communication and is free behind the last reader of its data, 
 send it on included. What a graph returns, saves for backward among it, is never in one.
 
 A buffer stays allocated, so only sizes are pooled of which each buffer serves four requests of a step or more: not
-those of an embedding and a head, nor what `overlap="all"` gathers at once.
+those of an embedding and a head, nor what `overlap="all"` gathers at once. Reductions that go from rank to rank in
+parts, as on CPU, have buffers of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from evocompile.collectives import STARTS, is_start, is_wait
+from evocompile.collectives import STARTS, is_start, is_wait, sends_parts
 from evocompile.program import Buffer, Program, nbytes, output_values, placeholders
 from evocompile.storages import Storage, storages, values_of, wire_of
 
@@ -57,7 +58,7 @@ def _buffers(graph: fx.Graph) -> dict[fx.Node, Buffer]:
     busy: list[tuple[int, int, int]] = []  # last use, size, number
     buffers: dict[fx.Node, Buffer] = {}
     for i, node in enumerate(graph.nodes):
-        if not is_start(node) or STARTS[node.target][0] not in _KINDS:
+        if not is_start(node) or STARTS[node.target][0] not in _KINDS or sends_parts(node):
             continue
         (storage,) = storages(values[node])
         size = nbytes(node.meta["val"])
