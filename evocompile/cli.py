@@ -63,9 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--demo-model", action="store_true", help="the demo's Llama")
     model.add_argument(
         "--model",
-        metavar="MODULE:FACTORY",
-        help="a function that returns a model, which is called with input_ids (and labels, where it takes them); or "
-        "a model and the keyword arguments of a call",
+        metavar="MODULE:FACTORY|CONFIG",
+        help="a function that returns a model, which is called with input_ids (and labels, where it takes them), or "
+        "a model and the keyword arguments of a call; or a config file of transformers (JSON, with its model_type)",
     )
     inspect.add_argument("--world", type=_positive, required=True, metavar="N", help="number of ranks")
     inspect.add_argument("--rank", type=int, default=0, help="whose program (default: %(default)s)")
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         "--model",
         required=True,
         metavar="MODULE:FACTORY|CONFIG",
-        help="as for inspect, or a config file of transformers (JSON, with its model_type)",
+        help="as for inspect",
     )
     plan.add_argument("--cluster", default="dgx-a100-80g", metavar="NAME|FILE", help="default: %(default)s")
     plan.add_argument("--nodes", type=_positive, help="number of nodes (default: the cluster's, 1 for a name)")
@@ -162,8 +162,9 @@ def _search(options: argparse.Namespace) -> int:
     from .search import search
     from .search_report import as_dict, as_html
 
-    named = options.cluster in PRESETS or not Path(options.cluster).exists()
-    cluster = Cluster(options.cluster) if named else Cluster.from_file(options.cluster)
+    if options.cluster not in PRESETS and not Path(options.cluster).is_file():
+        raise PlanError(f"--cluster {options.cluster}: no file, and no preset; those are {', '.join(PRESETS)}")
+    cluster = Cluster(options.cluster) if options.cluster in PRESETS else Cluster.from_file(options.cluster)
     cluster = replace(cluster, nodes=options.nodes or cluster.nodes, devices=options.devices or cluster.devices)
     model, inputs = _call_to_plan(options.model, options.batch, options.seq)
     found = search(model, inputs, cluster, precision=options.precision)
@@ -191,6 +192,8 @@ def _of_config(path: str) -> nn.Module:
     try:
         with open(path) as file:
             fields = json.load(file)
+        if not isinstance(fields, dict) or "model_type" not in fields:
+            raise ValueError("it has no model_type")
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
     except (ValueError, KeyError, TypeError) as error:
         raise PlanError(f"--model {path} is no config of a causal language model of transformers: {error}") from error
@@ -202,7 +205,14 @@ def _model_and_inputs(options: argparse.Namespace) -> tuple[nn.Module, dict[str,
 
         demo.require_transformers()
         return demo_model.build(0), demo_model.batch(0, 0, options.batch, options.seq)
-    return _with_call(_factory(options.model)(), options.batch, options.seq)
+    if os.path.isfile(options.model):
+        import torch
+
+        with torch.device("meta"):
+            made = _of_config(options.model)
+    else:
+        made = _factory(options.model)()
+    return _with_call(made, options.batch, options.seq)
 
 
 def _with_call(made: Any, batch: int, seq: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -220,7 +230,9 @@ def _with_call(made: Any, batch: int, seq: int) -> tuple[nn.Module, dict[str, An
 def _factory(name: str) -> Any:
     module_name, colon, attribute = name.partition(":")
     if not (colon and module_name and attribute):
-        raise PlanError(f"--model {name}: write module:factory, such as mypackage.models:build")
+        raise PlanError(
+            f"--model {name} is no file: write module:factory, such as mypackage.models:build, or a config's path"
+        )
     sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module_name), attribute)

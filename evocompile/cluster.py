@@ -47,7 +47,10 @@ class Device:
 
     def peak(self, dtype: str) -> float:
         """FLOP/s in `dtype`; that of float32 where it is not listed."""
-        return self.flops.get(dtype, self.flops["float32"])
+        for listed in (dtype, "float32"):
+            if listed in self.flops:
+                return self.flops[listed]
+        raise PlanError(f"Device.flops lists {', '.join(self.flops)}, and neither {dtype} nor float32: add one of them")
 
 
 def _gpu(bf16: float, fp32: float, memory: float, bandwidth: float, attention: float = 0.55) -> Device:
@@ -190,6 +193,24 @@ def _read(path: Path) -> Any:
         raise PlanError(f"cluster file {path} is no JSON: {error}") from error
 
 
+def _changed(base: Mapping[str, Any], changes: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """`base` with the numbers of `changes`, down to the entries of `flops`; what takes time may take none."""
+    if not isinstance(changes, Mapping):
+        raise TypeError(f"{where} must be an object, got {changes!r}")
+    changed = dict(base)
+    for name, value in changes.items():
+        if isinstance(value, Mapping):
+            changed[name] = _changed(base.get(name, {}), value, f"{where}.{name}")
+            continue
+        try:
+            changed[name] = float(value)  # YAML 1.1 reads 80e9, without a point, as text
+        except (TypeError, ValueError):
+            raise ValueError(f"{where}.{name} must be a number, got {value!r}") from None
+        if not (changed[name] > 0 or (changed[name] == 0 and name in ("latency", "operator"))):
+            raise ValueError(f"{where}.{name} must be a positive number, got {value!r}")
+    return changed
+
+
 def _from_fields(fields: Any, where: str) -> Cluster:
     if not isinstance(fields, dict) or not isinstance(fields.get("name"), str):
         raise PlanError(f"cluster file {where}: an object with at least a name")
@@ -202,7 +223,7 @@ def _from_fields(fields: Any, where: str) -> Cluster:
     try:
         for name, kind in (("device", Device), ("inside", Link), ("across", Link)):
             if name in fields:
-                fields[name] = kind(**{**bases.get(name, {}), **fields[name]})
+                fields[name] = kind(**_changed(bases.get(name, {}), fields[name], name))
         if "congestion" in fields:
             fields["congestion"] = tuple((int(ranks), float(factor)) for ranks, factor in fields["congestion"])
         return Cluster(**fields)

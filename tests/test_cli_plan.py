@@ -40,4 +40,15 @@ def test_what_cannot_be_planned_is_said(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["plan", "--model", config(tmp_path, model_type="nothing of that name")]) == 2
     assert "is no config of a causal language model" in capsys.readouterr().err
     assert main(["plan", "--model", config(tmp_path), "--cluster", "abacus"]) == 2
-    assert "no preset of that name" in capsys.readouterr().err
+    assert "--cluster abacus: no file, and no preset; those are dgx-a100-80g" in capsys.readouterr().err
+    assert main(["plan", "--model", str(tmp_path / "nowhere.json")]) == 2
+    assert "is no file: write module:factory" in capsys.readouterr().err
+    path = tmp_path / "untyped.json"
+    path.write_text("{}")
+    assert main(["plan", "--model", str(path)]) == 2
+    assert "it has no model_type" in capsys.readouterr().err
+
+
+def test_inspect_takes_a_config_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--model", config(tmp_path), "--world", "2"]) == 0
+    assert "rank 0 of 2" in capsys.readouterr().out

@@ -57,7 +57,9 @@ def test_files(tmp_path: Path) -> None:
         ("{", "is no JSON"),
         ("[]", "an object with at least a name"),
         ('{"name": "h100", "links": 3}', "links"),
-        ('{"name": "h100", "device": 3}', "ours.json"),
+        ('{"name": "h100", "device": 3}', "device must be an object, got 3"),
+        ('{"name": "h100", "inside": {"bandwidth": "fast"}}', "inside.bandwidth must be a number, got 'fast'"),
+        ('{"name": "h100", "device": {"flops": {"float32": 0}}}', "device.flops.float32 must be a positive number"),
     ],
 )
 def test_files_that_say_nothing_are_refused(tmp_path: Path, content: str, message: str) -> None:
@@ -67,6 +69,19 @@ def test_files_that_say_nothing_are_refused(tmp_path: Path, content: str, messag
         Cluster.from_file(path)
     with pytest.raises(PlanError, match="No such file"):
         Cluster.from_file(tmp_path / "nowhere.json")
+
+
+def test_a_file_may_write_numbers_as_text_and_list_few_types(tmp_path: Path) -> None:
+    """YAML 1.1 reads 80e9 as text. A preset keeps the types that the file does not list."""
+    path = tmp_path / "ours.json"
+    path.write_text('{"name": "h100", "device": {"memory": "80e9", "flops": {"bfloat16": 5e14}}}')
+    device = Cluster.from_file(path).device
+    assert (device.memory, device.peak("bfloat16")) == (80e9, 5e14)
+    assert device.peak("float32") == PRESETS["h100"][0].peak("float32")
+    lean = Device({"bfloat16": 1e12}, 1e9, 1e10)
+    assert lean.peak("bfloat16") == 1e12
+    with pytest.raises(PlanError, match="neither float64 nor float32"):
+        lean.peak("float64")
 
 
 def test_worlds_that_run() -> None:
