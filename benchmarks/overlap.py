@@ -1,12 +1,16 @@
 """How much communication the schedule hides: training steps with virtual compute over a shaped network.
 
-    python benchmarks/overlap.py --virtual [--rate 500mbit] [--repeats 5] [--cases zero3-2-0.8 …]
+    python benchmarks/overlap.py --virtual | --simulated [--rate 500mbit] [--repeats 5] [--cases zero3-2-0.8 …]
 
 Needs root and iproute2: each rank runs in a network namespace of its own, on a bridge, behind `tc … tbf`. Products and
 attentions do not compute but sleep for their FLOPs over a speed that gives the case its ratio of communication to
 computation (as predicted for the shaped link); everything else is real: the same graphs, driver, gloo, bytes. Within
 one loop, in turns, with a barrier before each: overlap "selective", "all" and "none", computation alone, communication
 alone. Medians of the slowest rank.
+
+With --simulated instead: what the simulator predicts of the same steps, "selective" and "none", from the rates of this
+link as `link_rates.py` measures them right before; {"cases": [{"name", "measured_s", "simulated_s", "relative_error"}],
+"worst_relative_error", "rate", "machine"}.
 
 A table, and last one JSON object: {"cases": [{"name", "ratio_to_bound": time over max(computation, communication),
 "ratio_without_overlap": the same for "none", "all_to_bound", "step_s", "compute_s", "communication_s",
@@ -26,13 +30,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from link_rates import measured
 from shaped_network import BITS, network
 from torch import Tensor, fx
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -49,7 +54,7 @@ from evocompile.simulate import simulate, step_work
 
 Result = tuple[tuple[int, ...], torch.dtype]  # shape and type
 WIDE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6}  # weights are much, tokens few
-LONG = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+LONG = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
 
 
 @dataclass(frozen=True)
@@ -169,18 +174,21 @@ def rates_for(case: Case, program: Program, bandwidth: float) -> Rates:
 # --- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def measure(case: Case, bandwidth: float, repeats: int, groups: Communicators) -> dict[str, Any]:
-    rank = dist.get_rank()
+def compiled(
+    case: Case, overlaps: Sequence[str], bandwidth: float, groups: Communicators
+) -> tuple[dict[str, Program], Rates]:
+    """This rank's programs, and the rates of the case."""
     step = captured(*case.sizes.values(), case.length, case.batch)
     programs = {
-        overlap: run_passes(step.program, replace(case.plan, overlap=overlap), rank)
-        for overlap in ("selective", "all", "none")
+        overlap: run_passes(step.program, replace(case.plan, overlap=overlap), dist.get_rank())  # type: ignore[arg-type]
+        for overlap in overlaps
     }
     groups.create(agreed_groups(programs["none"]))
-    rates = rates_for(case, programs["none"], bandwidth)
-    steps = {name: Step(program, rates, groups) for name, program in programs.items()}
-    steps["compute"] = Step(programs["none"], rates, groups, communicates=False)
-    steps["communication"] = Step(programs["none"], rates, groups, computes=False)
+    return programs, rates_for(case, programs["none"], bandwidth)
+
+
+def medians_of(steps: Mapping[str, Step], repeats: int) -> dict[str, float]:
+    """Seconds of the slowest rank; the steps take turns."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(repeats + 1):
         for name, run in steps.items():
@@ -191,10 +199,33 @@ def measure(case: Case, bandwidth: float, repeats: int, groups: Communicators) -
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             if number:
                 times[name].append(float(slowest))
-    medians = {name: statistics.median(each) for name, each in times.items()}
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def predict(case: Case, bandwidth: float, repeats: int, groups: Communicators) -> list[dict[str, Any]]:
+    """Steps as simulated by rates that are measured on this link, and as they are."""
+    programs, rates = compiled(case, ("selective", "none"), bandwidth, groups)
+    medians = medians_of({name: Step(program, rates, groups) for name, program in programs.items()}, repeats)
+    seen, found = measured(rates), []
+    for name, program in programs.items():
+        works: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(works, step_work(program, seen))
+        seconds = simulate(works).seconds
+        times = {"measured_s": round(medians[name], 4), "simulated_s": round(seconds, 4)}
+        found.append({"name": f"{case.name} {name}", **times, "relative_error": round(seconds / medians[name] - 1, 3)})
+    return found
+
+
+def measure(case: Case, bandwidth: float, repeats: int, groups: Communicators) -> list[dict[str, Any]]:
+    rank = dist.get_rank()
+    programs, rates = compiled(case, ("selective", "all", "none"), bandwidth, groups)
+    steps = {name: Step(program, rates, groups) for name, program in programs.items()}
+    steps["compute"] = Step(programs["none"], rates, groups, communicates=False)
+    steps["communication"] = Step(programs["none"], rates, groups, computes=False)
+    medians = medians_of(steps, repeats)
     bound = max(medians["compute"], medians["communication"])
     simulated = simulate([step_work(programs["selective"], rates)], alone=rank).seconds
-    return {
+    found = {
         "name": case.name,
         "ratio_to_bound": round(medians["selective"] / bound, 3),
         "ratio_without_overlap": round(medians["none"] / bound, 3),
@@ -204,6 +235,7 @@ def measure(case: Case, bandwidth: float, repeats: int, groups: Communicators) -
         "communication_s": round(medians["communication"], 4),
         "simulated_over_measured": round(simulated / medians["selective"], 3),
     }
+    return [found]
 
 
 def agreed_groups(program: Program) -> set[str]:
@@ -213,17 +245,17 @@ def agreed_groups(program: Program) -> set[str]:
     return {name for names in found for name in names}
 
 
-def worker(names: list[str], bandwidth: float, repeats: int, result: Path) -> None:
+def worker(names: list[str], bandwidth: float, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     groups = Communicators(torch.device("cpu"))
-    found = []
+    found: list[dict[str, Any]] = []
     for case in CASES:
         if case.name in names:
-            found.append(measure(case, bandwidth, repeats, groups))
+            found += (predict if options.simulated else measure)(case, bandwidth, options.repeats, groups)
             if dist.get_rank() == 0:
                 print(json.dumps(found[-1]), file=sys.stderr, flush=True)
-                result.write_text(json.dumps(found))
+                options.result.write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -237,7 +269,13 @@ def launch(world: int, names: list[str], options: argparse.Namespace) -> list[di
         result = Path(folder) / "result.json"
         processes = []
         for rank in range(world):
-            command = [sys.executable, __file__, "--virtual", "--rate", options.rate]
+            command = [
+                sys.executable,
+                __file__,
+                "--simulated" if options.simulated else "--virtual",
+                "--rate",
+                options.rate,
+            ]
             command += ["--repeats", str(options.repeats), "--result", str(result), "--cases", *names]
             environment = os.environ | links.environment(rank, 29511)
             processes.append(subprocess.Popen(links.command(rank, command), env=environment))
@@ -253,7 +291,9 @@ def launch(world: int, names: list[str], options: argparse.Namespace) -> list[di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--virtual", action="store_true", required=True, help="products sleep instead of computing")
+    modes = parser.add_mutually_exclusive_group(required=True)
+    modes.add_argument("--virtual", action="store_true", help="products sleep instead of computing")
+    modes.add_argument("--simulated", action="store_true", help="the simulator's prediction beside each measured step")
     parser.add_argument("--rate", default="500mbit", help="of each link, as tc writes it")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cases", nargs="+", default=[case.name for case in CASES])
@@ -262,19 +302,27 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # so that the network is taken down
     unit = options.rate[-4:]
     if options.result is not None:
-        worker(options.cases, 0.95 * float(options.rate[:-4]) * BITS[unit] / 8, options.repeats, options.result)
+        worker(options.cases, 0.95 * float(options.rate[:-4]) * BITS[unit] / 8, options)
         return
     found = []
     for world in sorted({case.plan.world for case in CASES}):
         names = [case.name for case in CASES if case.plan.world == world and case.name in options.cases]
         if names:
             found += launch(world, names, options)
+    about = {"rate": options.rate, "machine": platform.processor() or platform.machine()}
+    if options.simulated:
+        print("| case | measured s | simulated s | relative error |\n|---|---|---|---|")
+        for each in found:
+            print("|", " | ".join(map(str, each.values())), "|")
+        worst = max(abs(each["relative_error"]) for each in found)
+        print(json.dumps({"cases": found, "worst_relative_error": worst, **about}))
+        return
     print("| case | selective | all | none | step s | compute s | communication s | simulated / measured |")
     print("|---|---|---|---|---|---|---|---|")
     for each in found:
         columns = ("name", "ratio_to_bound", "all_to_bound", "ratio_without_overlap", "step_s", "compute_s")
         print("|", " | ".join(str(each[key]) for key in (*columns, "communication_s", "simulated_over_measured")), "|")
-    print(json.dumps({"cases": found, "rate": options.rate, "machine": platform.processor() or platform.machine()}))
+    print(json.dumps({"cases": found, **about}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line: `evocompile demo | plan | inspect | doctor`."""
+"""The command line: `evocompile demo | plan | inspect | simulate | doctor`."""
 
 from __future__ import annotations
 
@@ -73,6 +73,26 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--seq", type=_positive, default=64, help="length of a row (default: %(default)s)")
     inspect.add_argument("--stage", metavar="NAME", help="only the graph after this pass")
     inspect.set_defaults(run=_inspect)
+
+    simulate = commands.add_parser(
+        "simulate",
+        help="say when which rank computes, communicates and waits in a step",
+        description="Compiles one plan for all its ranks, which need not exist, and runs a step of them on computation "
+        "queues and links, by predicted costs.",
+    )
+    model = simulate.add_mutually_exclusive_group(required=True)
+    model.add_argument("--demo-model", action="store_true", help="the demo's Llama")
+    model.add_argument("--model", metavar="MODULE:FACTORY", help="as for inspect; it is made on meta")
+    simulate.add_argument("--ranks", type=_positive, required=True, metavar="N", help="number of ranks")
+    simulate.add_argument("--dp", type=_positive, help="ranks that split the batch (default: those that --cp leaves)")
+    simulate.add_argument("--cp", type=_positive, help="ranks that split the sequence (default: those --dp leaves)")
+    simulate.add_argument("--plan-json", metavar="JSON", help="a whole plan instead")
+    simulate.add_argument("--batch", type=_positive, default=2, help="rows (default: %(default)s)")
+    simulate.add_argument("--seq", type=_positive, default=64, help="length of a row (default: %(default)s)")
+    simulate.add_argument("--precision", help="type of the computation (default: the model's)")
+    simulate.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose costs (default: %(default)s)")
+    simulate.add_argument("--trace", metavar="FILE", help="also write the timeline for ui.perfetto.dev")
+    simulate.set_defaults(run=_simulate)
 
     plan = commands.add_parser(
         "plan",
@@ -151,6 +171,32 @@ def _inspect(options: argparse.Namespace) -> int:
         print(found.stages[options.stage])
     else:
         raise PlanError(f"--stage {options.stage}: choose one of {', '.join(found.stages)}")
+    return 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from .capture import capture
+    from .pipeline import run_passes
+    from .precision import Precision
+    from .rates import Rates
+    from .simulate import simulate_step
+
+    plan = _plan(options.ranks, options.dp, options.cp, options.plan_json)
+    if options.demo_model:
+        model, inputs = _model_and_inputs(options)
+    else:
+        model, inputs = _call_to_plan(options.model, options.batch, options.seq)
+    captured = capture(model.forward, model, (), inputs, precision=Precision.of(options.precision))
+    programs = [run_passes(captured.program, plan, rank) for rank in range(plan.world)]
+    timeline = simulate_step(programs, Rates.of(options.device))
+    print(plan)
+    print(f"a step takes {1e3 * timeline.seconds:.3f} ms, by predicted costs of {options.device}")
+    print(timeline)
+    if options.trace:
+        Path(options.trace).write_text(json.dumps(timeline.chrome_trace()))
+        print(f"timeline in {options.trace}: open it at ui.perfetto.dev")
     return 0
 
 

@@ -39,6 +39,7 @@ class Rates:
     flops:  FLOP/s by dtype; `torch.float32` stands in for those that are not there.
     memory: bytes per second. launch: seconds that any operator takes at least.
     inside, between: links of ranks within a node and across nodes of `node` consecutive ranks.
+    links:           of kinds of communication whose own link was measured.
     """
 
     flops: Mapping[torch.dtype, float]
@@ -47,6 +48,7 @@ class Rates:
     inside: Link
     between: Link
     node: int = 8
+    links: Mapping[str, Link] = field(default_factory=dict)
     _seconds: dict[Any, float] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
@@ -91,7 +93,7 @@ class Rates:
         others = len(group_ranks(event.group)) - 1
         if not others:
             return 0.0
-        link = self.link(event.group)
+        link = self.links.get(event.kind) or self.link(event.group)
         sent = float(sent_bytes(event, rank))
         messages = others
         match event.kind:

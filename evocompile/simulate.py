@@ -76,14 +76,38 @@ class Timeline:
                 wire[span.node] = min(begin, span.begin), max(end, span.end)
         return {node: (end - begin, waited[node]) for node, (begin, end) in wire.items()}
 
-    def chrome_trace(self) -> dict[str, Any]:
-        """The timeline in the Chrome trace format, which ui.perfetto.dev opens: a process a rank, a track a queue."""
-        events = []
-        for span in self.spans:
-            times = {"ts": span.begin * 1e6, "dur": (span.end - span.begin) * 1e6}
-            events.append({"ph": "X", "pid": span.rank, "tid": span.track, "name": span.name, **times})
-        ranks = sorted({span.rank for span in self.spans})
-        names = [{"ph": "M", "pid": r, "name": "process_name", "args": {"name": f"rank {r}"}} for r in ranks]
+    def waits(self, rank: int) -> list[Span]:
+        """Where the rank stands still, longest first."""
+        found = [span for span in self.spans if span.rank == rank and span.track == "wait"]
+        return sorted(found, key=lambda span: span.begin - span.end)
+
+    def __str__(self) -> str:
+        """For each rank how long it computes, waits and idles, and for which nodes it waits longest; milliseconds."""
+        rows = ["rank  computes  waits  done at  longest waits"]
+        for rank in sorted({span.rank for span in self.spans}):
+            waits = self.waits(rank)
+            end = max(span.end for span in self.spans if span.rank == rank)
+            longest = ", ".join(f"{each.name} {1e3 * (each.end - each.begin):.3f}" for each in waits[:3])
+            waited = sum(each.end - each.begin for each in waits)
+            times = f"{1e3 * self.computing(rank):8.3f}  {1e3 * waited:5.3f}  {1e3 * end:7.3f}"
+            rows.append(f"{rank:4}  {times}  {longest}".rstrip())
+        return "\n".join(rows)
+
+    def chrome_trace(self, measured: Sequence[Span] = ()) -> dict[str, Any]:
+        """The timeline in the Chrome trace format, which ui.perfetto.dev opens: a process a rank, a track a queue.
+
+        measured: spans of a real step, which become a process of their own beside each rank's predicted one.
+        """
+        events, names = [], []
+        for number, (kind, spans) in enumerate((("predicted", self.spans), ("measured", measured))):
+            for span in spans:
+                times = {"ts": span.begin * 1e6, "dur": (span.end - span.begin) * 1e6}
+                process = 2 * span.rank + number if measured else span.rank
+                events.append({"ph": "X", "pid": process, "tid": span.track, "name": span.name, **times})
+            for rank in sorted({span.rank for span in spans}):
+                process = 2 * rank + number if measured else rank
+                name = f"rank {rank}, {kind}" if measured else f"rank {rank}"
+                names.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})
         return {"traceEvents": [*names, *events], "displayTimeUnit": "ms"}
 
 

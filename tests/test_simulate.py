@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from evocompile.cli import main
 from evocompile.collectives import Event
-from evocompile.simulate import Work, simulate
+from evocompile.simulate import Span, Work, simulate
 
 
 def start(seconds: float, group: str = "all:0,1", name: str = "gather") -> Work:
@@ -85,3 +87,24 @@ def test_the_trace_opens_in_a_viewer() -> None:
     }
     (waited,) = [event for event in complete if event["tid"] == "wait" and event["pid"] == 0]
     assert (waited["ts"], waited["dur"]) == pytest.approx((2e6, 3e6))
+
+
+def test_measured_and_predicted_stand_side_by_side() -> None:
+    timeline = simulate([[start(5), compute(2), wait(0)]] * 2)
+    trace = timeline.chrome_trace(measured=[Span(1, "compute", "compute", 0.0, 2.5, 1)])
+    names = {each["pid"]: each["args"]["name"] for each in trace["traceEvents"] if each["ph"] == "M"}
+    assert names == {0: "rank 0, predicted", 2: "rank 1, predicted", 3: "rank 1, measured"}
+    (measured,) = [each for each in trace["traceEvents"] if each["ph"] == "X" and each["pid"] == 3]
+    assert measured["dur"] == pytest.approx(2.5e6)
+
+
+def test_a_plan_is_simulated_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.json"
+    assert main(["simulate", "--demo-model", "--ranks", "2", "--seq", "48", "--trace", str(trace)]) == 0
+    printed = capsys.readouterr().out
+    assert "a step takes" in printed
+    header = next(line for line in printed.splitlines() if line.startswith("rank"))
+    assert header.split()[:4] == ["rank", "computes", "waits", "done"]
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {each["pid"] for each in events} == {0, 1}
+    assert {"compute", "wait"} < {each["tid"] for each in events if each["ph"] == "X"}
