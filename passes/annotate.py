@@ -46,7 +46,7 @@ from .rules.routing import Routes, Splits, bags_of
 from .rules.solve import Solution, canonical, coarsened, forward, pull, scattered
 from .rules.views import VIEWS, in_parts
 from .rules.windows import window_pull, window_solution
-from .tensor_axes import row_gradients, tensor_layouts
+from .tensor_axes import routed_rows, row_gradients, tensor_layouts
 
 
 def splits_of(program: Program) -> dict[str, Split]:
@@ -103,6 +103,7 @@ def _natural(
     natural: dict[fx.Node, Version] = {}
     solutions: dict[fx.Node, Solution] = {}
     rows = row_gradients(program, weights) if weights else {}
+    sorted_rows = routed_rows(program, weights) if weights else set()
     for node, each in zip(placeholders(program.joint.graph), program.inputs, strict=True):
         natural[node] = (weights.get(node) or _input_layout(each, splits),)
     for node in program.joint.graph.nodes:
@@ -113,6 +114,8 @@ def _natural(
             routes.pass_on(node)
         elif node.op == "call_function":
             layouts = [_as_read(natural[each][0], each, splits) for each in operands_of(node)]
+            if node in sorted_rows:
+                layouts = [coarsened(layout, splits) for layout in layouts]
             routed = routes.solve(node, layouts)
             solution = routed or _solve(program, node, layouts)
             if node in rows:

@@ -39,7 +39,7 @@ from .rules import dims_of
 from .rules.attention import ATTENTION, call_of
 from .rules.base import Dims, label_sizes, operands_of, result_shapes, shape_of
 from .rules.contractions import RULES as CONTRACTIONS
-from .rules.routing import labels_of_grouped
+from .rules.routing import is_grouped, labels_of_grouped, moves_rows
 from .rules.views import in_parts
 
 aten = torch.ops.aten
@@ -255,6 +255,22 @@ def row_gradients(program: Program, weights: Mapping[fx.Node, Layout]) -> dict[f
             elif each.target in _PASSES_ON:
                 stack += each.all_input_nodes
     return found
+
+
+def routed_rows(program: Program, weights: Mapping[fx.Node, Layout]) -> set[fx.Node]:
+    """What sorts rows and works on them in that order, where the weights of these rows' groups are split over tp: from
+    there on a rank works on all tokens of its tp group, as beside any other split weight."""
+    assert program.joint is not None
+    graph = program.joint.graph
+    for node in graph.nodes:
+        if is_grouped(node):
+            weight = operands_of(node)[1]
+            while weight not in weights and weight.op == "call_function" and len(weight.all_input_nodes) == 1:
+                (weight,) = weight.all_input_nodes
+            if weight in weights:
+                sorts = {each for each in graph.nodes if each.target in (aten.sort.default, aten.sort.stable)}
+                return {each for each in dependents(graph, sorts) if moves_rows(each)}
+    return set()
 
 
 def _inputs(program: Program) -> Iterable[tuple[fx.Node, Input]]:

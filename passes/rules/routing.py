@@ -26,8 +26,8 @@ from torch import fx
 from evocompile.layout import Axis, Dim, Factor, Layout, Split
 
 from .base import Dims, argument, label_sizes, normal_dim, operands_of
-from .pointwise import CONSTANTS, NEW, RANDOM
-from .solve import Solution, canonical, pull, regroup
+from .pointwise import CONSTANTS, NEW, RANDOM, is_zero
+from .solve import Solution, canonical, is_fine, mesh_axes, pull, regroup
 from .views import SQUEEZES, VIEWS
 from .windows import WINDOWS
 
@@ -247,9 +247,10 @@ def _look_up(routes: Routes, node: fx.Node, operands: list[fx.Node], layouts: li
     if rows is None or not _rows_are_of(rows, x, dim):
         return None
     routes._rows[node] = (_looked_up(routes.rows(operands[0])),)
+    pending = x.partial & {"tp"}  # rows are not split over it: what is pending is moved about as it is
     return Solution(
-        (_with(x, dim, (rows.of,)), index),
-        (_with(x, dim, index.dims),),
+        (replace(_with(x, dim, (rows.of,)), partial=pending), index),
+        (replace(_with(x, dim, index.dims), partial=pending),),
     )
 
 
@@ -262,7 +263,8 @@ def _put(routes: Routes, node: fx.Node, operands: list[fx.Node], layouts: list[L
     fits = values.shape == index.shape + x.shape[1:]
     if not _rows_are_of(rows, x, 0) or not fits or not (accumulate or rows.once) or routes.rows(operands[0]):
         return None
-    wanted = Layout((*index.dims, *_unsplit(x, 0)))
+    pending = values.partial & {"tp"} if accumulate and is_zero(operands[0]) else frozenset()
+    wanted = Layout((*index.dims, *_unsplit(x, 0)), pending)
     placed = routes.rows(operands[2])
     if placed is not None and accumulate:
         return None
@@ -270,7 +272,8 @@ def _put(routes: Routes, node: fx.Node, operands: list[fx.Node], layouts: list[L
         routes._numbered.add((node, operands[2]))
         placed = Rows(rows.sort, index.dims[0])
     routes._rows[node] = (replace(placed, once=rows.once) if placed else None,)
-    return Solution((_with(x, 0, (rows.of,)), index, wanted), (_with(x, 0, (rows.of,)),))
+    placed_in = _with(x, 0, (rows.of,))
+    return Solution((placed_in, index, wanted), (replace(placed_in, partial=pending),))
 
 
 def _along(routes: Routes, node: fx.Node, operands: list[fx.Node], layouts: list[Layout]) -> Solution | None:
@@ -341,30 +344,60 @@ def _grouped(routes: Routes, node: fx.Node, operands: list[fx.Node], layouts: li
         for name, dim in zip(tensor, layout.dims, strict=True)
     ]
     rows = {canonical(Layout((dim,))) for name, dim in named if name == "r"}
-    if len(rows) != 1 or any(factor.split for name, dim in named if name != "r" for factor in dim):
+    if any(factor.split for name, dim in named if name == "g" for factor in dim) or len(rows) != 1:
         return None
     (bag_layout,) = rows
+    columns = _split_columns(routes, named)
+    if columns is None:
+        return None
+    dims = dict(named) | columns
+    over_tp = {name for name, dim in columns.items() if any(factor.split for factor in dim)}
+
+    def pending_in(tensor: str) -> frozenset[str]:
+        """What is left to add up of a product over split columns."""
+        return frozenset({"tp"}) if over_tp - set(tensor) else frozenset()
+
+    if over_tp and not bag_layout.is_split:
+        return Solution(
+            tuple(Layout(tuple(dims[name] for name in tensor)) for tensor in labels),
+            tuple(Layout(tuple(dims[name] for name in result), pending_in(result)) for result in results),
+        )
     bags, offsets = bags_of(bag_layout), labels.index("g")
     pending = frozenset(each for axis in bag_layout.split_axes() for each in routes.splits[axis.name].mesh_axes)
-    if len(bags) != 1 or layouts[offsets].partial != pending:
+    if len(bags) != 1 or layouts[offsets].partial != pending or (over_tp and "tp" in pending):
         return None
     if not _end_groups(operands[offsets], routes.sort(*bags)):
         return None
-    dims = {name: dim for name, dim in named if name != "r"} | {"r": bag_layout.dims[0]}
+    dims["r"] = bag_layout.dims[0]
     return Solution(
-        tuple(layout if i == offsets else layout.reduced() for i, layout in enumerate(layouts)),
         tuple(
-            Layout(tuple(dims[name] for name in result), frozenset() if "r" in result else pending)
+            layout if i == offsets else Layout(tuple(dims[name] for name in tensor))
+            for i, (tensor, layout) in enumerate(zip(labels, layouts, strict=True))
+        ),
+        tuple(
+            Layout(tuple(dims[name] for name in result), pending_in(result) | (pending if "r" not in result else set()))
             for result in results
         ),
     )
+
+
+def _split_columns(routes: Routes, named: list[tuple[str, Dim]]) -> dict[str, Dim] | None:
+    """The dims k and n of a grouped product, at most one split, over tp; None where they are split otherwise."""
+    found: dict[str, Dim] = {}
+    for name, dim in named:
+        if name in "kn" and (name not in found or any(factor.split for factor in dim)):
+            found[name] = dim
+    split = [factor for dim in found.values() for factor in dim if factor.split]
+    if len(split) > 1 or any(is_fine(f) or mesh_axes(f, routes.splits) != ("tp",) for f in split):
+        return None
+    return found
 
 
 def labels_of_grouped(node: fx.Node, ranks: list[int]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     """Labels of a grouped product's operands and results; None for a form that is not built."""
     if str(node.target) in _GROUPED:
         return _GROUPED[str(node.target)]
-    if argument(node, 3, "bias") is not None:
+    if node.target != aten._grouped_mm.default or argument(node, 3, "bias") is not None:
         return None
     return next(((ops, out) for ops, out in _GROUPED_MM.items() if [len(op) for op in ops] == ranks), None)
 
@@ -430,3 +463,12 @@ _RULES: dict[object, RouteRule] = {
     aten._grouped_mm.default: _grouped,
     **dict.fromkeys(_GROUPED, _grouped),
 }
+
+
+def moves_rows(node: fx.Node) -> bool:
+    """Whether an operator may sort rows, move them about by their numbers, or work on groups of them."""
+    return node.target in _RULES or str(node.target) in _RULES
+
+
+def is_grouped(node: fx.Node) -> bool:
+    return node.target == aten._grouped_mm.default or str(node.target) in _GROUPED
