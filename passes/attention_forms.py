@@ -22,6 +22,7 @@ from evocompile.program import source_line
 
 from . import written_attention
 from .build import fake_mode_of
+from .einsum_products import operands_of, write_as_matmul
 from .flex_forms import is_flex, read_flex
 from .written_attention import Leaves, Written
 
@@ -39,7 +40,11 @@ def make_attention_canonical(gm: fx.GraphModule) -> None:
             _replace_sdpa(node)
         for node in [each for each in body.graph.nodes if is_flex(each)]:
             _replace_flex(node)
-        for softmax in written_attention.softmaxes(body.graph):
+        softmaxes = written_attention.softmaxes(body.graph)
+        if softmaxes:
+            for node in [each for each in body.graph.nodes if _is(each, "einsum")]:
+                _replace_einsum(node)
+        for softmax in softmaxes:
             _replace_written(softmax)
         body.graph.lint()
         body.recompile()
@@ -90,6 +95,19 @@ def _write(found: Written) -> None:
         return _before(found.result, target, *args)
 
     written_attention.replace(found, call, call, _unrepeated)
+
+
+def _replace_einsum(node: fx.Node) -> None:
+    """Writes a product of two tensors as `matmul`."""
+    operands = operands_of(node)
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        return _before(node, target, *args)
+
+    made = write_as_matmul(node, call, operands, [len(_shape(each)) for each in operands])
+    if made is not None:
+        node.replace_all_uses_with(made)
+        node.graph.erase_node(node)
 
 
 def _replace_written(softmax: fx.Node) -> None:
@@ -167,24 +185,43 @@ def _unrepeated(k: fx.Node, v: fx.Node) -> tuple[fx.Node, fx.Node]:
 def _before_repetition(node: fx.Node) -> fx.Node | None:
     """(B, Hk, T, D) of a (B, n·Hk, T, D) whose head h is head h // n; `None` where that is not seen."""
     node = _without_copies(node)
+    if not _swaps_heads(node):
+        return _repeated(node, 1)
+    few = _repeated(_without_copies(node.all_input_nodes[0]), 2)
+    return None if few is None else _before(node, "transpose", few, 1, 2)
+
+
+def _swaps_heads(node: fx.Node) -> bool:
+    """(B, T, H, D) to (B, H, T, D)."""
+    if not _is(node, "transpose", "permute", "swapaxes") or len(_shape(node)) != 4 or node.kwargs:
+        return False
+    dims = node.args[1:]
+    if isinstance(dims[0], (list, tuple)):
+        dims = tuple(dims[0])
+    numbers = [int(dim) % 4 for dim in dims]  # type: ignore[call-overload]
+    return numbers == [0, 2, 1, 3] or sorted(numbers) == [1, 2]
+
+
+def _repeated(node: fx.Node, dim: int) -> fx.Node | None:
+    """The 4-D tensor whose every index of this dim stands n times in the node, one after the other."""
     if _is(node, "repeat_interleave"):
         given = dict(zip(("input", "repeats", "dim"), node.args, strict=False)) | node.kwargs
-        repeats, dim = given["repeats"], given.get("dim")
+        repeats, own = given["repeats"], given.get("dim")
         source = node.all_input_nodes[0]
-        return source if isinstance(repeats, int) and dim in (1, -3) and len(_shape(source)) == 4 else None
-    if not _is(node, "reshape", "view"):
+        return source if isinstance(repeats, int) and own in (dim, dim - 4) and len(_shape(source)) == 4 else None
+    if not _is(node, "reshape", "view", "flatten"):
         return None
     expanded = _without_copies(node.all_input_nodes[0])
-    if not _is(expanded, "expand"):
+    if not _is(expanded, "expand", "repeat"):
         return None
     inserted = expanded.all_input_nodes[0]
-    if not _inserts_dim_2(inserted):
+    if not _inserts(inserted, dim + 1):
         return None
     source = inserted.all_input_nodes[0]
-    batch, heads, *rest = _shape(source)
-    repeats = _shape(expanded)[2] if len(_shape(expanded)) == 5 else 0
-    alike = _shape(expanded) == (batch, heads, repeats, *rest) and _shape(node) == (batch, heads * repeats, *rest)
-    return source if alike else None
+    sizes = list(_shape(source))
+    repeats = _shape(expanded)[dim + 1] if len(_shape(expanded)) == 5 else 0
+    alike = list(_shape(expanded)) == [*sizes[: dim + 1], repeats, *sizes[dim + 1 :]]
+    return source if alike and list(_shape(node)) == [*sizes[:dim], sizes[dim] * repeats, *sizes[dim + 1 :]] else None
 
 
 def _without_copies(node: fx.Node) -> fx.Node:
@@ -200,14 +237,14 @@ def _is(node: fx.Node, *names: str) -> bool:
     return node.op == "call_function" and any(node.target is getattr(torch, name, None) for name in names)
 
 
-def _inserts_dim_2(node: fx.Node) -> bool:
-    """x[:, :, None, :, :] or x.unsqueeze(2), of a 4-D x."""
+def _inserts(node: fx.Node, dim: int) -> bool:
+    """x.unsqueeze(dim), or x[:, :, None, …], of a 4-D x."""
     if not node.all_input_nodes or len(_shape(node)) != 5:
         return False
     if _is(node, "unsqueeze"):
-        return (*node.args[1:], *node.kwargs.values()) in ((2,), (-3,))
+        return (*node.args[1:], *node.kwargs.values()) in ((dim,), (dim - 5,))
     if node.op != "call_function" or node.target is not operator.getitem or not isinstance(node.args[1], tuple):
         return False
     whole = slice(None)
-    first, others = node.args[1][:3], node.args[1][3:]
-    return first == (whole, whole, None) and all(each is Ellipsis or each == whole for each in others)
+    first, others = node.args[1][: dim + 1], node.args[1][dim + 1 :]
+    return first == ((whole,) * dim + (None,)) and all(each is Ellipsis or each == whole for each in others)

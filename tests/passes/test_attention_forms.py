@@ -113,6 +113,9 @@ FEW = (B, H, S, D), (B, HK, S, D), (B, HK, S, E)
         lambda x: x.repeat_interleave(N, 1),
         lambda x: torch.repeat_interleave(x, N, dim=-3),
         lambda x: torch.repeat_interleave(x, repeats=N, dim=1),
+        lambda x: x.transpose(1, 2).repeat_interleave(N, dim=2).transpose(1, 2),  # keys (B, T, Hk, D)
+        lambda x: x.transpose(1, 2)[:, :, :, None].expand(-1, -1, -1, N, -1).flatten(2, 3).permute(0, 2, 1, 3),
+        lambda x: x.mT.mT.transpose(1, 2).unsqueeze(-2).repeat(1, 1, 1, N, 1).flatten(2, 3).transpose(-3, -2),
     ],
 )
 def test_repeated_heads_are_taken_before_the_repetition(repeat: Any) -> None:
@@ -120,7 +123,7 @@ def test_repeated_heads_are_taken_before_the_repetition(repeat: Any) -> None:
         return F.scaled_dot_product_attention(q, repeat(k), repeat(v), is_causal=True)
 
     graph = check(attend, *tensors(*FEW), k=(B, HK, S, D))
-    assert not [node for node in graph.nodes if node.target in ("expand", "reshape", "repeat_interleave")]
+    assert not [node for node in graph.nodes if node.target in ("expand", "reshape", "repeat", "repeat_interleave")]
 
 
 def test_grouped_heads() -> None:

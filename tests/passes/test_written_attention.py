@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from evocompile.passes import einsum_products
 from evocompile.passes.rules.attention import ATTENTION, call_of
 from evocompile.plan import Plan
 from evocompile.program import Program
@@ -319,3 +320,48 @@ def test_split_by_heads(name: str, plan: Plan) -> None:
     build, mask, score = CASES[name]
     torch.manual_seed(1)
     check(build(), mask, score, plan)
+
+
+def by_einsum(scores: str, out: str, turned: bool = True, first: int = 0, packed: bool = False) -> Attend:
+    """Attention whose two products are these equations, on (B, S, H, D) if turned; `first`: which operand q is."""
+
+    def einsum(equation: str, one: Tensor, other: Tensor) -> Tensor:
+        return torch.einsum(equation, [one, other]) if packed else torch.einsum(equation, one, other)
+
+    def attend(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if turned:
+            q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        weights = einsum(scores, *((k, q) if first else (q, k))) * 0.5
+        made = einsum(out, weights.masked_fill(~causal(), -math.inf).softmax(-1), v)
+        return made.transpose(1, 2) if turned else made
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    "attend",
+    [
+        by_einsum("bhqd,bhkd->bhqk", "bhqk,bhkd->bhqd", turned=False),
+        by_einsum("bqhd,bkhd->bhqk", "bhqk,bkhd->bqhd"),
+        by_einsum("...qhd, ...khd -> ...hqk", "...hqk,...khd->...qhd"),
+        by_einsum("nkhd,nqhd->nhqk", "nhql,nlhd->nqhd", first=1, packed=True),
+    ],
+)
+def test_products_by_einsum(attend: Attend) -> None:
+    check(Written(attend), "k <= q")
+
+
+def test_one_key_head_by_einsum() -> None:
+    def attend(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = (torch.einsum("bhqd,bkd->bhqk", q, k[:, 0]) * 0.5).masked_fill(~causal(), -math.inf).softmax(-1)
+        return torch.einsum("bhqk,bkd->bhqd", weights, v[:, 0])
+
+    check(Written(attend, kv_heads=1), "k <= q")
+
+
+@pytest.mark.parametrize(
+    "equation",
+    ["bhqk,bhkd", "bqd,bqd->bq", "bqd,bkd->bqkd", "bqd,bkd->bk", "bqde,bkde->bqk", "bqq,bqd->bqd", "bqd,kd->qk"],
+)
+def test_other_equations_are_no_products(equation: str) -> None:
+    assert einsum_products.read(equation, [len(each) for each in equation.partition("->")[0].split(",")]) is None
