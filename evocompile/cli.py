@@ -112,6 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--batch", type=_positive, default=8, help="rows (default: %(default)s)")
     plan.add_argument("--seq", type=_positive, default=4096, help="length of a row (default: %(default)s)")
     plan.add_argument("--precision", default="bf16", help="type of the computation (default: %(default)s)")
+    plan.add_argument(
+        "--simulate", type=int, default=0, metavar="N", help="order the N fastest by simulations of their graphs"
+    )
     plan.add_argument("--json", action="store_true", help="everything that was found, as JSON")
     plan.add_argument("--html", metavar="FILE", help="also write it as a page")
     plan.set_defaults(run=_search)
@@ -213,7 +216,7 @@ def _search(options: argparse.Namespace) -> int:
     cluster = Cluster(options.cluster) if options.cluster in PRESETS else Cluster.from_file(options.cluster)
     cluster = replace(cluster, nodes=options.nodes or cluster.nodes, devices=options.devices or cluster.devices)
     model, inputs = _call_to_plan(options.model, options.batch, options.seq)
-    found = search(model, inputs, cluster, precision=options.precision)
+    found = search(model, inputs, cluster, precision=options.precision, simulated=options.simulate)
     if options.html:
         Path(options.html).write_text(as_html(found))
     print(json.dumps(as_dict(found)) if options.json else found)

@@ -29,6 +29,7 @@ from .fold import Folded, fold
 from .plan import OVERLAP, RECOMPUTE, Plan, Shard
 from .precision import Precision
 from .program import OutputKind
+from .rerank import rates_of, simulated_seconds
 
 GB = 1e9
 KEPT = 8  # candidates that the result lists
@@ -36,13 +37,17 @@ KEPT = 8  # candidates that the result lists
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan with what it is predicted to take. held, spent: bytes and seconds by term."""
+    """A plan with what it is predicted to take. held, spent: bytes and seconds by term.
+
+    simulated: seconds by the simulator on the plan's scheduled graphs, for the best few (`rerank.py`).
+    """
 
     plan: Plan
     seconds: float
     memory: float
     held: Mapping[str, float]
     spent: Mapping[str, float]
+    simulated: float | None = None
 
 
 @dataclass(frozen=True)
@@ -112,17 +117,19 @@ def search(
     *,
     precision: Precision | torch.dtype | str | None = None,
     folded: Folded | None = None,
+    simulated: int = 0,
 ) -> Found:
     """The fastest plans for one call of a model on a cluster. Needs no process group and no memory for the weights.
 
     inputs: keyword arguments (a mapping) or positional arguments (a sequence) of one call, at global shapes.
     folded: the call's costs, where they are known already (`fold`).
+    simulated: how many of the fastest plans are simulated on their scheduled graphs, and listed in that order.
     Raises InfeasibleError if nothing fits.
     """
     if folded is None:
         args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
         folded = fold(model, args, kwargs, Precision.of(precision))
-    return search_costs(Costs(folded), cluster)
+    return search_costs(Costs(folded), cluster, simulated=simulated)
 
 
 def search_costs(
@@ -132,11 +139,13 @@ def search_costs(
     length: int | None = None,
     optimizer: int | None = None,
     parts: bool = True,
+    simulated: int = 0,
 ) -> Found:
     """As `search`, from costs that are known.
 
     rows, length: of the batch, where it is another one than the captured.
     optimizer:    its degree O, where it is fixed already. parts: whether a plan may have micro-batches.
+    simulated:    as for `search`; of the captured batch alone.
     """
     start = time.perf_counter()
     rows, length = rows or costs.folded.batch, length or costs.folded.sequence
@@ -146,7 +155,7 @@ def search_costs(
     best, considered, fitting, leanest = _best(evaluator, space)
     if not best:
         raise InfeasibleError(_infeasible(evaluator, space, leanest), leanest)
-    candidates = tuple(describe(evaluator, plan) for plan in best)
+    candidates = _simulated(tuple(describe(evaluator, plan) for plan in best), costs.folded, cluster, simulated)
     reasons = tuple(_reasons(evaluator, space, candidates[0]))
     took = time.perf_counter() - start
     return Found(cluster, rows, length, candidates, reasons, considered, fitting, took, notes, costs.phi, costs)
@@ -270,6 +279,18 @@ def _best(evaluator: Evaluator, space: Space) -> tuple[list[Plan], int, int, Pla
         )
     found.sort(key=lambda each: (_rounded(each[0]), *simplicity(each[2])))
     return [plan for *_, plan in found[:KEPT]], considered, fitting, leanest[1]
+
+
+def _simulated(
+    candidates: tuple[Candidate, ...], folded: Folded, cluster: Cluster, count: int
+) -> tuple[Candidate, ...]:
+    """The candidates, the first `count` of them in the order of the simulator."""
+    rates = rates_of(cluster)
+    first = [
+        dataclasses.replace(each, simulated=simulated_seconds(folded, each.plan, rates)) for each in candidates[:count]
+    ]
+    first.sort(key=lambda each: (_rounded(each.simulated or 0.0), *simplicity(each.plan)))
+    return (*first, *candidates[count:])
 
 
 def _fastest(seconds: Any) -> Any:

@@ -20,7 +20,10 @@ def text(found: Found) -> str:
         "",
         f"{'seconds':>10}  {'GB':>7}  plan",
     ]
-    lines += [f"{each.seconds:>10.4g}  {each.memory / GB:>7.4g}  {each.plan}" for each in found.candidates]
+    lines += [
+        f"{each.seconds:>10.4g}  {each.memory / GB:>7.4g}  {each.plan}{_by_simulator(each)}"
+        for each in found.candidates
+    ]
     lines += ["", f"the first spends, of {best.seconds:.4g} s"]
     lines += [f"  {seconds:>9.4g} s  {name}" for name, seconds in _sorted(best.spent, 1e-4 * best.seconds)]
     lines += [f"and holds, of {found.cluster.device.memory / GB:.4g} GB"]
@@ -33,6 +36,10 @@ def text(found: Found) -> str:
 
 def _sorted(terms: Any, least: float) -> list[tuple[str, float]]:
     return sorted(((name, value) for name, value in terms.items() if value > least), key=lambda each: -each[1])
+
+
+def _by_simulator(candidate: Candidate) -> str:
+    return "" if candidate.simulated is None else f"  ({candidate.simulated:.4g} s simulated)"
 
 
 def _cost(reason: Reason, found: Found) -> str:
@@ -85,13 +92,16 @@ def as_html(found: Found) -> str:
     return _PAGE.format(
         plan=_code(best.plan),
         about=html.escape(about),
-        candidates=_table(
-            [(f"{each.seconds:.4g} s", f"{each.memory / GB:.4g} GB", _code(each.plan)) for each in found.candidates]
-        ),
+        candidates=_table([_row(each) for each in found.candidates]),
         spent=_bars(best.spent, best.seconds, 1, "s"),
         held=_bars(best.held, found.cluster.device.memory, GB, "GB"),
         reasons=_table([(html.escape(each.instead), html.escape(_cost(each, found))) for each in found.reasons]),
     )
+
+
+def _row(candidate: Candidate) -> tuple[str, ...]:
+    plan = _code(candidate.plan) + _by_simulator(candidate)
+    return f"{candidate.seconds:.4g} s", f"{candidate.memory / GB:.4g} GB", plan
 
 
 def _code(value: Any) -> str:

@@ -166,3 +166,15 @@ def test_candidates_are_legal_plans() -> None:
         assert each.plan.world == 8
         assert isinstance(each.plan.shard, Shard)
         assert sum(each.spent.values()) == pytest.approx(each.seconds)
+
+
+def test_the_best_few_are_ordered_by_simulations_of_their_graphs() -> None:
+    """On the captured batch; the times are those of the simulator, the first is the fastest, the same each time."""
+    on = cluster(devices=2, nodes=1)
+    found, again = (search_costs(costs(), on, simulated=2) for _ in range(2))
+    first, second, *rest = found.candidates
+    assert first.simulated is not None and second.simulated is not None
+    assert 0 < first.simulated <= second.simulated * (1 + 1e-4)
+    assert all(each.simulated is None for each in rest)
+    assert found.candidates == again.candidates
+    assert {each.plan for each in found.candidates} == {each.plan for each in search_costs(costs(), on).candidates}
