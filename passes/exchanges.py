@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from .build import Builder
 from .schedules import Intervals, Job, Schedule, length
@@ -16,6 +16,7 @@ aten = torch.ops.aten
 Side = Literal["queries", "keys"]
 _NAMES: Mapping[Side, str] = {"queries": "queries", "keys": "keys and values"}
 Groups = Sequence[Sequence[fx.Node]]  # tensors that travel together, one message for each dtype
+Values = Sequence[Sequence[Tensor]]  # fake ones of the same kind
 
 
 @dataclass(frozen=True)
@@ -79,19 +80,19 @@ class Exchanges:
         if job is not None and schedule.source(step) is not None:
             if self._helps(job, schedule.own):
                 positions = schedule.queries[job.queries]
-                coming = Coming((), self._shapes(self._queries, positions), "queries", job.queries, positions)
+                coming = Coming(
+                    (), self._shapes(self._like("queries", held), positions), "queries", job.queries, positions
+                )
             else:
                 positions = schedule.columns(schedule.own, job)
-                shapes = self._shapes([held[schedule.own].tensors], positions)
+                shapes = self._shapes(self._like("keys", held), positions)
                 coming = Coming((), shapes, "keys", job.keys, positions)
         travels = "queries" if lent and consumer is not None and self._helps(lent, consumer) else "keys"
         why = f"{_NAMES[travels if lent else coming.side]}{self._again}, step {step}"
         source = schedule.source(step)
         return self._exchange(sent, consumer, source, coming, self._like(coming.side, held), self._group, why)
 
-    def give_back(
-        self, step: int, made: Sequence[fx.Node], expected: Mapping[Side, Sequence[fx.Node]]
-    ) -> Coming | None:
+    def give_back(self, step: int, made: Sequence[fx.Node], expected: Mapping[Side, Sequence[Tensor]]) -> Coming | None:
         """Starts returning `made` to whose data the job of `step` used, and receiving what was made of this rank's.
 
         expected: tensors as those that come back, by the side of which another rank makes more: they tell the shapes.
@@ -99,7 +100,8 @@ class Exchanges:
         schedule = self._schedule
         consumer = schedule.consumer(step)
         lent = self._lent(consumer, step)
-        coming, like = Coming(()), []
+        coming = Coming(())
+        like: list[Tensor] = []
         side: Side | None = None
         if consumer is not None and lent is not None:
             side = "queries" if self._helps(lent, consumer) else "keys"
@@ -128,21 +130,24 @@ class Exchanges:
         block = schedule.visitor(schedule.own, outer)
         host = self._host(outer)
         positions, lent = schedule.visiting(schedule.own, outer), schedule.visiting(host, outer)
-        coming = Coming((), self._shapes([own.tensors], positions) if positions else (), "keys", block, positions)
+        coming = Coming(
+            (), self._shapes([_values(own.tensors)], positions) if positions else (), "keys", block, positions
+        )
         why = f"keys and values for a window{self._again}, round {outer}"
         sent = [self.part(own, lent)] if lent else []
-        return self._exchange(sent, host, block, coming, [own.tensors], self._outer_group, why)
+        return self._exchange(sent, host, block, coming, [_values(own.tensors)], self._outer_group, why)
 
     def send_home(self, outer: int, made: Sequence[fx.Node], expected: Sequence[fx.Node]) -> Coming | None:
         """Starts returning the gradients that a window made of a block to its owner, and receiving those of the own."""
         schedule = self._schedule
         host = self._host(outer)
         positions = schedule.visiting(host, outer)
-        coming = Coming((), self._shapes([expected], positions) if positions else (), "keys", schedule.own, positions)
+        shapes = self._shapes([_values(expected)], positions) if positions else ()
+        coming = Coming((), shapes, "keys", schedule.own, positions)
         why = f"gradients of keys and values from a window to their owner, round {outer}"
         block = schedule.visitor(schedule.own, outer)
         sent = [made] if schedule.visiting(schedule.own, outer) else []
-        return self._exchange(sent, block, host, coming, [expected], self._outer_group, why)
+        return self._exchange(sent, block, host, coming, [_values(expected)], self._outer_group, why)
 
     def _host(self, outer: int) -> int:
         """The coordinate at which this rank's block stays in an outer step."""
@@ -172,7 +177,7 @@ class Exchanges:
         destination: int | None,
         source: int | None,
         coming: Coming,
-        like: Groups,
+        like: Values,
         group: str,
         why: str,
     ) -> Coming | None:
@@ -182,14 +187,15 @@ class Exchanges:
         for i in range(max(len(sent), len(coming.shapes))):
             tensors = sent[i] if i < len(sent) else []
             wanted = coming.shapes[i] if i < len(coming.shapes) else []
-            example = (tensors or like[i])[0].meta["val"]
+            example = tensors[0].meta["val"] if tensors else like[i][0]
             to = -1 if destination is None or not tensors else ranks[destination]
             come_from = -1 if source is None or not wanted else ranks[source]
             starts.append(self._builder.exchange(tensors, to, come_from, wanted, example, group, why))
         return Coming(tuple(starts), coming.shapes, coming.side, coming.block, coming.positions) if starts else None
 
-    def _like(self, side: Side, held: Mapping[int, Part]) -> Groups:
-        return self._queries if side == "queries" else [held[self._schedule.own].tensors]
+    def _like(self, side: Side, held: Mapping[int, Part]) -> Values:
+        groups = self._queries if side == "queries" else [held[self._schedule.own].tensors]
+        return [_values(group) for group in groups]
 
     def _lent(self, consumer: int | None, step: int) -> Job | None:
         """The job of another rank at `step` that uses what this rank has."""
@@ -198,14 +204,17 @@ class Exchanges:
     def _helps(self, job: Job, coordinate: int) -> bool:
         return job.queries != coordinate
 
-    def _shapes(self, groups: Groups, positions: Intervals) -> tuple[list[list[int]], ...]:
+    def _shapes(self, groups: Values, positions: Intervals) -> tuple[list[list[int]], ...]:
         """Shapes of another's tensors: as these, with its number of positions."""
 
-        def shape(node: fx.Node) -> list[int]:
-            own = list(node.meta["val"].shape)
-            return [*own[:2], length(positions), *own[3:]]
+        def shape(own: Tensor) -> list[int]:
+            return [*own.shape[:2], length(positions), *own.shape[3:]]
 
-        return tuple([shape(node) for node in group] for group in groups)
+        return tuple([shape(each) for each in group] for group in groups)
+
+
+def _values(nodes: Sequence[fx.Node]) -> list[Tensor]:
+    return [node.meta["val"] for node in nodes]
 
 
 def rows(builder: Builder, tensor: fx.Node, held: Intervals, wanted: Intervals) -> fx.Node:

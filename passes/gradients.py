@@ -15,15 +15,19 @@ aten = torch.ops.aten
 
 
 class Gradients:
-    """Sums in the accumulation dtype.
+    """Sums in the accumulation dtype. expected: tensors as those that other ranks return, by the side they are of.
 
+    like:   this rank's queries, keys and values.
     params: this rank's terms of the gradients of params.
     blocks: gradients of keys and values, by the owner of the block.
     """
 
-    def __init__(self, builder: Builder, own: int) -> None:
+    def __init__(self, builder: Builder, own: int, like: Sequence[fx.Node]) -> None:
         self._builder = builder
         self._own = own
+        values = [each.meta["val"] for each in like]
+        sums = [value.new_empty(value.shape, dtype=torch.promote_types(value.dtype, torch.float32)) for value in values]
+        self.expected: Mapping[Side, Sequence[torch.Tensor]] = {"queries": sums[:1], "keys": sums[1:]}
         self.queries: list[fx.Node] = []
         self.params: list[fx.Node] = []
         self.blocks: dict[int, Part] = {}
@@ -32,11 +36,6 @@ class Gradients:
     def hold(self, held: Mapping[int, Part]) -> None:
         """These blocks are here from now on."""
         self._positions |= {block: part.positions for block, part in held.items()}
-
-    @property
-    def expected(self) -> Mapping[Side, Sequence[fx.Node]]:
-        """Tensors as those that other ranks return."""
-        return {"queries": self.queries, "keys": self.blocks[self._own].tensors}
 
     def add_queries(self, gradient: fx.Node) -> None:
         held = self.queries

@@ -81,6 +81,11 @@ class Schedule:
             return self.keys[job.keys]
         return seen_keys(self.mask, self.queries[job.queries], self.keys[job.keys])
 
+    @property
+    def has_helpers(self) -> bool:
+        """Whether some rank attends another's queries."""
+        return any(job is not None and job.queries != r for r, jobs in enumerate(self.jobs) for job in jobs)
+
     # --- double ring: blocks that a rank holds for its window
 
     @property

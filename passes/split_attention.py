@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from evocompile.program import Program
+from evocompile.program import InputKind, Program
 
 from .build import Builder
 from .choose_schedule import Placing, placing_of
-from .dependence import forward_nodes
+from .dependence import dependents, forward_nodes
 from .exchanges import Coming, Exchanges, Part
 from .gradients import Gradients
 from .heads import Heads, for_each_key_head, for_each_query_head, to_heads, to_sequence
@@ -65,6 +66,7 @@ def split_attention(program: Program) -> Program:
     builder = Builder(program, in_place=True)
     exchanged: dict[fx.Node, _SplitByHeads] = {}  # by the log-sum-exp that the backward is given
     forward = forward_nodes(program)
+    early = _first_of_backward(program, forward)
     for node in list(program.joint.graph.nodes):
         if node.target not in (ATTENTION, ATTENTION_BACKWARD):
             continue
@@ -74,9 +76,22 @@ def split_attention(program: Program) -> Program:
                 # what backward attends again is exchanged on backward's communicators
                 results = _attention(builder, node, exchanged, "" if node in forward else ".backward")
             else:
-                results = _attention_backward(builder, node, exchanged)
+                call = call_of(node)
+                # a rank's first keys of others travel while the attention behind this one is still at its own block
+                can = early is not None and {call.k, call.v} <= forward and call.k < early and call.v < early
+                results, early = _attention_backward(builder, node, exchanged, early if can else None)
         _replace_results(builder, node, results)
     return replace(program, joint=program.joint)
+
+
+def _first_of_backward(program: Program, forward: set[fx.Node]) -> fx.Node | None:
+    """The first node that depends on a gradient of the outputs."""
+    assert program.joint is not None
+    graph = program.joint.graph
+    inputs = zip(graph.find_nodes(op="placeholder"), program.inputs, strict=True)
+    tangents = {node for node, each in inputs if each.kind is InputKind.TANGENT}
+    later = dependents(graph, tangents) - tangents - forward
+    return next((node for node in graph.nodes if node in later), None)
 
 
 def _replace_results(builder: Builder, node: fx.Node, results: Sequence[fx.Node]) -> None:
@@ -111,28 +126,36 @@ def _attention(builder: Builder, node: fx.Node, exchanged: dict[fx.Node, _SplitB
     return [whole, lse]
 
 
-def _attention_backward(builder: Builder, node: fx.Node, exchanged: dict[fx.Node, _SplitByHeads]) -> list[fx.Node]:
+def _attention_backward(
+    builder: Builder, node: fx.Node, exchanged: dict[fx.Node, _SplitByHeads], early: fx.Node | None
+) -> tuple[list[fx.Node], fx.Node | None]:
+    """The gradients, and the step at the rank's own block where it is the last. early: before which the first exchange
+    may stand."""
     call = call_of(node)
     assert isinstance(call, Backward)
     placing = placing_of(builder, node)
     common, heads = _common(builder, call, placing.heads), placing.heads
     dtypes = [each.meta["val"].dtype for each in (call.q, call.k, call.v, *call.form.params[: call.form.trained])]
     if heads is None:
-        gradients = _backward(builder, placing, common, call.d_out, call.q, call.k, call.v, call.out, call.lse)
-        return _cast_all(builder, gradients, dtypes)
+        tensors = call.d_out, call.q, call.k, call.v, call.out, call.lse
+        gradients, last = _backward(builder, placing, common, early, *tensors)
+        return _cast_all(builder, gradients, dtypes), last
+    if call.lse not in exchanged or heads.shared:  # keys and values are not there yet, on some rank
+        early = None
     group = heads.group(".backward")
     there = exchanged.get(call.lse) or _by_heads(builder, heads, call, group)
     why = "the output's gradient from sequence to heads"
     (d_out,) = to_heads(builder, heads, [call.d_out], ["queries"], group, why)
     k, v = (for_each_query_head(builder, heads, each) for each in (there.k, there.v))
-    dq, dk, dv, *d_params = _backward(builder, placing, common, d_out, there.q, k, v, there.out, there.lse)
+    tensors = d_out, there.q, k, v, there.out, there.lse
+    (dq, dk, dv, *d_params), last = _backward(builder, placing, common, early, *tensors)
     gradients = [dq, *(for_each_key_head(builder, heads, each) for each in (dk, dv))]
     if not heads.shared:  # else they are summed first, in the accumulation dtype
         gradients = _cast_all(builder, gradients, dtypes[:3])
     why = "gradients of queries, keys and values from heads to sequence"
     gradients = to_sequence(builder, heads, gradients, ["queries", "keys", "keys"], group, why)
     d_params = [_among_all_heads(builder, heads, each) for each in d_params]
-    return _cast_all(builder, [*gradients, *d_params], dtypes)
+    return _cast_all(builder, [*gradients, *d_params], dtypes), last
 
 
 def _is_read(node: fx.Node, result: int) -> bool:
@@ -205,7 +228,7 @@ def _forward(
             result = _results(builder, STEP, (*queries, *columns, common.tables, *carried, *where), 2)
             made, state = (result, state) if helps else ([], result)
         state = _merged(builder, state, exchanges.arrive(returning))
-        returning = exchanges.give_back(step, made, {"queries": state})
+        returning = exchanges.give_back(step, made, {"queries": [each.meta["val"] for each in state]})
         data = exchanges.arrive(coming)
         if (outer := _next_outer(placing, step)) is not None:
             held = _received(placing, own, visiting, exchanges)
@@ -218,27 +241,41 @@ def _backward(
     builder: Builder,
     placing: Placing,
     common: _Common,
+    early: fx.Node | None,
     d_out: fx.Node,
     q: fx.Node,
     k: fx.Node,
     v: fx.Node,
     out: fx.Node,
     lse: fx.Node,
-) -> list[fx.Node]:
-    """The gradients of this rank's queries, keys and values, in the accumulation dtype."""
+) -> tuple[list[fx.Node], fx.Node | None]:
+    """The gradients of this rank's queries, keys and values, in the accumulation dtype, and the own block's step.
+
+    The own block comes last: meanwhile the last gradients travel to their owner. A double ring begins with it and gives
+    no such step. early: before which the first exchange may stand, where no helper needs what is not there yet.
+    """
     schedule = placing.schedule
+    order = [*schedule.steps[1:], 0] if schedule.window == 1 else list(schedule.steps)
     exchanges = Exchanges(
         builder, schedule, *placing.groups(".backward"), is_backward=True, queries=[[d_out, q, out], [lse]]
     )
     own = Part((k, v), schedule.keys[schedule.own])
     held = {schedule.own: own}
-    sums = Gradients(builder, schedule.own)
+    sums = Gradients(builder, schedule.own, like=(q, k, v))
     sums.hold(held)
     data: list[list[fx.Node]] = []
-    coming, visiting = exchanges.fetch(1, held), exchanges.invite(1, own)
+    own_step: fx.Node | None = None
+    fetched = iter([step for step in order if step])
+    can = early is not None and schedule.window == 1 and not schedule.has_helpers
+    with builder.graph.inserting_before(early) if can else nullcontext():
+        coming = exchanges.fetch(next(fetched, 0), held)
+    visiting = exchanges.invite(1, own)
+    if order[0]:
+        data = exchanges.arrive(coming)
+        coming = exchanges.fetch(next(fetched, 0), held)
     returning: Coming | None = None
     home: Coming | None = None
-    for step in schedule.steps:
+    for step in order:
         made: list[fx.Node] = []
         if job := schedule.job(step):
             queries = [*data[0], *data[1]] if job.queries != schedule.own else [d_out, q, out, lse]
@@ -246,6 +283,7 @@ def _backward(
             where = (common.tables, common.mask, *_positions(placing, job), common.scale, *common.changes)
             arguments = (*queries[:2], *columns, *queries[2:], *where)
             gradients = _results(builder, BACKWARD_STEP, arguments, 3 + common.trained)
+            own_step = gradients[0].args[0] if step == 0 and schedule.window == 1 else own_step  # type: ignore[assignment]
             made = sums.take(job, schedule.columns(schedule.own, job), gradients, held)
         sums.came(returning, exchanges.arrive(returning))
         outer = step // schedule.window - 1  # the round whose last returns have just come
@@ -257,12 +295,12 @@ def _backward(
             held = _received(placing, own, visiting, exchanges)
             sums.hold(held)
             visiting = exchanges.invite(next_outer + 1, own)
-        coming = exchanges.fetch(step + 2, held)
+        coming = exchanges.fetch(next(fetched, 0), held)
     sums.came(returning, exchanges.arrive(returning))
     if schedule.window > 1:
         home = _sent_home(exchanges, placing, sums, schedule.windows[-1], home)
     sums.came(home, exchanges.arrive(home))
-    return [*sums.queries, *sums.blocks[schedule.own].tensors, *sums.params]
+    return [*sums.queries, *sums.blocks[schedule.own].tensors, *sums.params], own_step
 
 
 def _columns(

@@ -18,6 +18,7 @@ from evocompile.collectives import is_start, is_wait
 from evocompile.compile import compile_graph
 from evocompile.memory import step_memory
 from evocompile.passes.ahead import layer_of, purpose
+from evocompile.passes.split_attention import BACKWARD_STEP
 from evocompile.pipeline import run_passes
 from evocompile.plan import Plan, Shard
 from evocompile.printing import collectives_table
@@ -139,6 +140,27 @@ def test_reductions_are_waited_for_at_the_end(default: VirtualModel) -> None:
         products = [i for i, node in enumerate(nodes) if has_flops(node)]
         assert len(waits) > 10
         assert waits[0] > products[-1]
+
+
+def test_a_rings_backward_ends_with_the_own_block_while_gradients_travel_and_the_next_keys_come(
+    default: VirtualModel,
+) -> None:
+    for program in default.programs:
+        assert program.backward is not None
+        nodes = list(program.backward.graph.nodes)
+        position = {node: i for i, node in enumerate(nodes)}
+        steps = [position[node] for node in nodes if node.target == BACKWARD_STEP]
+        exchanges = [node for node in nodes if is_start(node) and purpose(node) == "cp.backward"]
+        whys = [program.collectives[node].why for node in exchanges]
+        keys = [node for node, why in zip(exchanges, whys, strict=True) if why.startswith("keys")]
+        returns = [node for node, why in zip(exchanges, whys, strict=True) if why.startswith("gradients")]
+        assert len(keys) == len(returns) == len(steps) // 2 == 2  # two layers, two ranks
+        for layer, (start, back) in enumerate(zip(keys, returns, strict=True)):
+            remote, own = steps[2 * layer : 2 * layer + 2]
+            before = steps[2 * layer - 1] if layer else steps[0]
+            assert position[start] < before, "keys come while the layer behind is at its own block"
+            (wait,) = back.users
+            assert remote < position[back] < own < position[wait]
 
 
 # --- what it is worth ------------------------------------------------------------------------------------------------
