@@ -206,12 +206,19 @@ def _with_recipes(program: Program, regions: Sequence[Region]) -> list[Output]:
 
 
 def chunk_rows(program: Program) -> Program:
-    """Puts loops in the place of the regions."""
+    """Puts loops in the place of the regions. One that communication of tp has come into may have to stay whole."""
     assert program.joint is not None
     if not program.regions:
         return program
     for region in program.regions:
-        _insert(program, region, _stages(program, region, forward_nodes(program)))
+        stages = _stages(program, region, forward_nodes(program))
+        try:
+            loops = [_loop(region, program, *stage) for stage in stages]
+        except NotByRowsError as error:
+            size = max(nbytes(node.meta["val"]) for node in region.members)
+            program.notes.append(Note("wide values are computed whole", error.why, source_line(error.node), size))
+            continue
+        _insert(program, region, stages, loops)
     program.joint.graph.lint()
     program.joint.recompile()
     return replace(program, regions=())
@@ -294,14 +301,15 @@ def _by_rows(
     raise NotByRowsError(region.seed, "the rows of a product are not known")
 
 
-def _insert(program: Program, region: Region, stages: Sequence[Stage]) -> None:
+def _insert(
+    program: Program, region: Region, stages: Sequence[Stage], loops: Sequence[tuple[RowLoop, list[fx.Node]]]
+) -> None:
     """The loops, each at the place of the last of its nodes, with what depends on its results behind it."""
     assert program.joint is not None
     graph = program.joint.graph
     inside = region.members | region.exits | region.between
     handed: dict[fx.Node, fx.Node] = {}
-    for nodes, given, returned in stages:
-        loop, arguments = _loop(region, program, nodes, given, returned)
+    for (_, _, returned), (loop, arguments) in zip(stages, loops, strict=True):
         with graph.inserting_after(returned[-1]):
             call = graph.call_function(loop, tuple(handed.get(each, each) for each in arguments))
         call.meta["stack_trace"] = region.seed.meta.get("stack_trace", "")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from evocompile.capture import capture
 from evocompile.chunks import RowLoop
+from evocompile.compile import compile_graph
 from evocompile.errors import PlanError
 from evocompile.pipeline import run_passes
 from evocompile.plan import Plan, Shard
@@ -117,6 +118,7 @@ def test_the_inside_of_an_mlp(recompute: str) -> None:
     [
         ("llama", Plan(cp=2)),
         ("gpt2", Plan(cp=3, shard=Shard())),
+        ("llama", Plan(tp=2)),
         ("gemma2", Plan(dp=2, cp=2, recompute="full")),
     ],
     ids=str,
@@ -131,6 +133,41 @@ def test_families(family: str, plan: Plan, references: Any) -> None:
     for program in model.programs:
         assert not program.notes
         assert all(len(each) >= 3 for each in loops(program).values())  # two layers and the loss
+
+
+def test_what_tp_has_come_into_stays_whole_and_is_noted(references: Any) -> None:
+    """With tp, some of the regions that were found on the whole graph cannot be loops of a rank's."""
+    case = Case("gpt2", length=13, seed=3)
+    model = virtual_model(case, Plan(cp=2, tp=2, shard=Shard(), loss_chunk=1000, mlp_chunk=1000))
+    losses, gradients, _ = model.step(case.inputs())
+    assert_loss(losses[0], references[case]["loss"])
+    assert_gradients(gradients, references[case]["gradients"])
+    for program in model.programs:
+        assert any("are computed whole" in note.what for note in program.notes)
+
+
+def test_inductor_compiles_the_bodies_of_loops() -> None:
+    """A forward's and a backward's, with the numbers of their operators."""
+    model = PlainGPT("none").double()
+    plan = Plan(loss_chunk=2 * 5 * VOCABULARY * 8)
+    program = run_passes(capture(model.forward, model, (), batch(10)).program, plan, 0)
+    for graph in program.graphs.values():
+        (node,) = [node for node in graph.graph.nodes if isinstance(node.target, RowLoop)]
+        assert [len(node.target.bodies), len(node.target.numbers)] == [1, 2]
+        given = [_some_of(each.meta["val"]) for each in node.args]
+        compiled = node.target.compiled(lambda body: compile_graph(body, backend="inductor"))
+        for found, expected in zip(compiled(*given), node.target(*given), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def _some_of(like: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(like.ndim)
+    if like.dtype == torch.bool:
+        return torch.randint(0, 2, like.shape, generator=generator).bool()
+    if not like.dtype.is_floating_point:
+        return torch.randint(0, VOCABULARY, like.shape, generator=generator)
+    value = torch.randn(like.shape, dtype=like.dtype, generator=generator)
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).copy_(value)
 
 
 def test_ranks_without_rows() -> None:
