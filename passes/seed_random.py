@@ -71,6 +71,10 @@ def _seeded(graph: fx.Graph, node: fx.Node, seed: fx.Node, stream: int) -> fx.No
         uniform = call(RANDOM, args, {"val": draw})
         lower = call(aten.lt.Scalar, (uniform, argument(node, 1, "p", 0.5)), {"val": drawn})
         return call(prims.convert_element_type.default, (lower, value.dtype), {})
+    if node.target == aten.uniform.default:
+        low, high = argument(node, 1, "from", 0.0), argument(node, 2, "to", 1.0)
+        draw = call(RANDOM, (seed, stream, 0, "uniform", list(value.shape), value.dtype, value.device), {})
+        return call(aten.add.Tensor, (call(aten.mul.Tensor, (draw, high - low), {}), low), {})
     raise ShardingError(
         f"{source_line(node)}\nuses {node.target}, whose random numbers cannot be split over ranks. "
         "Use torch.rand, torch.randn, torch.bernoulli or dropout, or pass the numbers in as an input."

@@ -25,13 +25,21 @@ class Dropping(nn.Module):
         return y.sum(), y
 
 
-def step(plan: Plan, seed: int) -> tuple[list[Tensor], Tensor, Tensor]:
+class Jittering(Dropping):
+    """Phimoe's router noise."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * self.weight * torch.empty_like(x).uniform_(0.5, 1.5)
+        return y.sum(), y
+
+
+def step(plan: Plan, seed: int, form: type[nn.Module] = Dropping) -> tuple[list[Tensor], Tensor, Tensor]:
     """Every rank's part of y, the whole y, and the weight's gradient."""
     torch.manual_seed(0)
-    model, x = Dropping(), torch.ones(BATCH, LENGTH, WIDTH)
+    model, x = form(), torch.ones(BATCH, LENGTH, WIDTH)
     program = capture(model.forward, model, (), {"x": x}).program
     programs = [run_passes(program, plan, rank) for rank in range(plan.world)]
-    values = {"weight": model.weight.detach(), "x": x, "random_seed": torch.tensor(seed)}
+    values = {"weight": torch.ones(WIDTH), "x": x, "random_seed": torch.tensor(seed)}
     inputs = [values[each.name] for each in programs[0].inputs if each.kind is not InputKind.TANGENT]
     result = virtual_step(programs, [inputs] * plan.world)
     parts = [outputs[1] for outputs in result.outputs]
@@ -84,3 +92,13 @@ def test_replicas_agree() -> None:
     torch.testing.assert_close(rows[0], rows[1], rtol=0, atol=0)
     torch.testing.assert_close(rows[2], rows[3], rtol=0, atol=0)
     assert not torch.equal(rows[0], rows[2])
+
+
+def test_uniform_draws_in_place() -> None:
+    plan = Plan(dp=2, cp=2, attention="ring", shard=Shard())
+    parts, y, gradient = step(plan, 3, Jittering)
+    assert 0.5 <= y.min() < 0.51 and 1.49 < y.max() < 1.5
+    assert abs(y.mean().item() - 1) < 5 / (12 * y.numel()) ** 0.5
+    torch.testing.assert_close(gradient, y.sum((0, 1)))
+    for i, one in enumerate(parts):
+        assert not any(torch.equal(one, other) for other in parts[:i])
