@@ -21,6 +21,7 @@ from torch import nn
 from .capture import capture
 from .errors import CaptureError
 from .graph_costs import Counts, count, tensor_pattern
+from .plan import Plan
 from .precision import Precision
 from .program import InputKind, Program
 
@@ -126,8 +127,13 @@ def _counted(small: Program, larger: Program | None, times: int, tensor: int = 1
 
 
 def _sizes(program: Program) -> tuple[int, int]:
+    """B, and the S that a plan would split."""
+    from .passes.canonicalize import canonicalize
+    from .passes.choose_schedule import sequence_length
+
     shapes = [each.shape for each in program.inputs_of(InputKind.USER) if each.shape]
-    return max((shape[0] for shape in shapes[:1]), default=1), next((s[1] for s in shapes if len(s) > 1), 1)
+    length = sequence_length(canonicalize(program.bind(Plan(), 0)))
+    return max((shape[0] for shape in shapes[:1]), default=1), length or 1
 
 
 @contextmanager

@@ -298,7 +298,15 @@ class _Counting:
         if formula is None:
             return 0
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._shape)
-        return formula(*args, **kwargs, out_val=self._shape(node) if node in self.program.layouts else None)
+        return formula(*args, **kwargs, out_val=self._result_shapes(node))
+
+    def _result_shapes(self, node: fx.Node) -> Any:
+        """Of an operator with several results a list, in which one that was not asked for is `None`."""
+        value = node.meta["val"]
+        if not isinstance(value, (tuple, list)):
+            return self._shape(node)
+        taken = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        return [self._shape(taken[i]) if i in taken else None for i in range(len(value))]
 
     def _attention(self, node: fx.Node) -> Attention:
         from .passes.rules.attention import call_of

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import evocompile
 from evocompile.cluster import Cluster
@@ -133,6 +133,26 @@ def test_a_model_without_attention_is_split_by_rows() -> None:
     found = evocompile.search(model, (torch.zeros(16, 8),), cluster(nodes=1))
     assert (found.plan.dp, found.plan.cp, found.plan.ulysses) == (4, 1, 1)
     assert any("no attention" in note for note in found.notes)
+
+
+class Patches(nn.Module):
+    """Images become positions, by a convolution that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.head = nn.Conv2d(3, 8, 4, 4), nn.Linear(8, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        heads = x.unflatten(2, (2, 4)).transpose(1, 2)
+        attended = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        return self.head(attended.transpose(1, 2).flatten(2)).logsumexp(-1).sum()
+
+
+def test_the_positions_of_images_are_those_of_their_attention() -> None:
+    found = evocompile.search(Patches(), (torch.zeros(1, 3, 24, 24),), cluster(nodes=1))
+    assert (found.rows, found.length) == (1, 36)
+    assert found.plan.cp * found.plan.ulysses > 1
 
 
 def test_a_batch_that_cannot_be_split_further_is_not_grown() -> None:
