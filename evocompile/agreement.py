@@ -41,6 +41,7 @@ def agree_across_ranks(
     events: list[Event],
     fingerprint: Mapping[str, str],
     *,
+    failure: str | None = None,
     store: dist.Store | None = None,
     rank: int | None = None,
     world: int | None = None,
@@ -50,6 +51,7 @@ def agree_across_ranks(
 
     events:      this rank's starts and waits (`collectives.program_events`).
     fingerprint: what must be equal on all ranks, by name: versions, plan, shapes.
+    failure:     why this rank has no program, if it has none. Where no rank has one, none is told of the others'.
     store, rank, world: those of the default process group when left out.
     timeout:     for all ranks to come; when left out five minutes, or the default group's if that is smaller.
     Every rank must call it the same number of times. Raises, equally on all ranks: PlanError where fingerprints
@@ -58,10 +60,14 @@ def agree_across_ranks(
     meeting = _Meeting("programs", store, rank, world, timeout)
     body, groups = encode(events, meeting.rank)
     key = hashlib.sha256(body.encode()).hexdigest()
-    head = json.dumps({"fingerprint": dict(fingerprint), "groups": groups, "body": key})
+    result = {"what compiling the call gives": failure or "a program"}
+    own = {"fingerprint": {**fingerprint, **result}, "groups": groups, "body": key, "failed": failure is not None}
+    head = json.dumps(own)
     with meeting.attended(head, {key: body}) as heads:
         everyone = [json.loads(each) for each in heads]
         bodies = {each: meeting.blob(each) for each in sorted({each["body"] for each in everyone})}
+    if all(each["failed"] for each in everyone):
+        return ()
     _check_equal([each["fingerprint"] for each in everyone])
     programs = [decode(bodies[each["body"]], each["groups"], rank) for rank, each in enumerate(everyone)]
     agree(programs)

@@ -50,7 +50,7 @@ class Device:
         for listed in (dtype, "float32"):
             if listed in self.flops:
                 return self.flops[listed]
-        raise PlanError(f"Device.flops lists {', '.join(self.flops)}, and neither {dtype} nor float32: add one of them")
+        raise PlanError(f"Device.flops lists {', '.join(self.flops)}, and not {dtype}: add it, or float32")
 
 
 def _gpu(bf16: float, fp32: float, memory: float, bandwidth: float, attention: float = 0.55) -> Device:

@@ -68,9 +68,9 @@ class Plan:
     recompute_layers: the fraction of the layers that do, the first ones.
     loss_chunk: bytes of logits that exist at once on a rank: a loss is computed for some rows after others, and
                 backward computes logits again. 0: all at once; `None`: 64 MiB, where a rank's are over 256 MiB.
+    mlp_chunk:  the same of the values inside of MLPs; 0: all at once.
     offload:    the fraction of the bytes saved for backward that wait in host memory (pinned on CUDA), the first ones;
                 backward fetches them a layer ahead of their use.
-    mlp_chunk:  the same of the values inside of MLPs; 0: all at once.
     tp:         ranks that split the weights themselves, along the hidden units of MLPs and the heads of attentions, and
                 compute parts of the same tokens. They are neighbours.
     overlap:    where communication starts and is waited for: "selective" beside the computation that hides it, a layer
@@ -123,6 +123,11 @@ class Plan:
             raise PlanError(
                 f"Plan.recompute={self.recompute} bytes choose the layers: leave out recompute_layers="
                 f"{self.recompute_layers}"
+            )
+        if self.recompute == "none" and self.recompute_layers != 1.0:
+            raise PlanError(
+                f"Plan.recompute_layers={self.recompute_layers} says how many layers compute again, but "
+                "recompute='none' says that none does: choose recompute='attention' or 'full'"
             )
         if self.cp % self.inner_ring:
             raise PlanError(f"Plan.inner_ring={self.inner_ring} does not divide cp={self.cp}")

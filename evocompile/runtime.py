@@ -291,7 +291,7 @@ class ParallelCall(NotCopied):
         A rank that fails here still comes to the meeting, so that the others hear of it instead of waiting.
         """
         failure: Exception | None = None
-        outcome = computed = "a program"
+        computed = "a program"
         try:
             progress("capturing the model")
             check_sharded(self.model.module)
@@ -317,7 +317,6 @@ class ParallelCall(NotCopied):
             events = step_events(programs)
         except Exception as error:
             failure, events = error, []
-            outcome = f"{type(error).__name__}: {error}"
         progress("agreeing with the other ranks")
         fingerprint = {
             "the version of torch": torch.__version__,
@@ -327,11 +326,11 @@ class ParallelCall(NotCopied):
             "the attention backend": self.options.attention_backend or "any",
             "the gradient mode": "enabled" if torch.is_grad_enabled() else "disabled",
             "the mode of the model": _mode(self.model.module),
-            "what compiling the call gives": outcome,
             "what the model computes": computed,
         }
         try:
-            groups = agree_across_ranks(events, fingerprint)
+            why = f"{type(failure).__name__}: {failure}" if failure is not None else None
+            groups = agree_across_ranks(events, fingerprint, failure=why)
         except Exception as disagreement:
             raise disagreement from failure
         if failure is not None:

@@ -26,7 +26,7 @@ from .costs import SCHEDULES, Costs
 from .errors import InfeasibleError
 from .evaluate import Degrees, Evaluator, degrees_of, mode_of
 from .fold import Folded, fold
-from .plan import OVERLAP, RECOMPUTE, Plan, Shard
+from .plan import RECOMPUTE, Plan, Shard
 from .precision import Precision
 from .program import OutputKind
 from .rerank import rates_of, simulated_seconds
@@ -151,7 +151,7 @@ def search_costs(
     rows, length = rows or costs.folded.batch, length or costs.folded.sequence
     space, notes = space_of(costs, cluster, rows, length)
     space = dataclasses.replace(space, optimizer=optimizer, parts=space.parts and parts)
-    evaluator = Evaluator(costs, cluster, rows, length, hides="selective" in OVERLAP)
+    evaluator = Evaluator(costs, cluster, rows, length, hides=True)
     best, considered, fitting, leanest = _best(evaluator, space)
     if not best:
         raise InfeasibleError(_infeasible(evaluator, space, leanest), leanest)
@@ -327,7 +327,6 @@ def plan_of(plans: Degrees, i: int, mode: str, schedule: str, part: float) -> Pl
         recompute=mode,
         recompute_layers=float(part) if mode != "none" else 1.0,
         microbatches=k,
-        overlap="selective" if "selective" in OVERLAP else "none",
     )
 
 
@@ -393,12 +392,17 @@ def _infeasible(evaluator: Evaluator, space: Space, leanest: Plan) -> str:
     """What is short, and what would fit."""
     needs = describe(evaluator, leanest)
     memory = evaluator.cluster.device.memory
-    terms = ", ".join(f"{name} {bytes_ / GB:.3g} GB" for name, bytes_ in needs.held.items() if bytes_ > 0.01 * GB)
+    terms = ", ".join(f"{name} {_size(size)}" for name, size in needs.held.items() if size > 0.01 * needs.memory)
     return (
-        f"no plan fits {evaluator.cluster}: the leanest, {leanest}, needs {needs.memory / GB:.4g} GB on a device, "
-        f"{(needs.memory - memory) / GB:.3g} GB more than its {memory / GB:.4g} GB ({terms}). "
-        f"{_nearest(evaluator, space)}"
+        f"no plan fits {evaluator.cluster}: the leanest, {leanest}, needs {_size(needs.memory)} on a device, "
+        f"{_size(needs.memory - memory)} more than its {_size(memory)} ({terms}). {_nearest(evaluator, space)}"
     )
+
+
+def _size(size: float) -> str:
+    units = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "bytes": 1.0}
+    name = next((name for name, unit in units.items() if size >= unit), "bytes")
+    return f"{size / units[name]:.4g} {name}"
 
 
 def _nearest(evaluator: Evaluator, space: Space) -> str:

@@ -99,6 +99,20 @@ def test_nothing_large_is_left_in_the_store() -> None:
     assert counts < 10
 
 
+@pytest.mark.parametrize("failing", [{0, 1, 2}, {1}])
+def test_a_rank_hears_of_others_failures_unless_all_fail(failing: set[int]) -> None:
+    def call(store: dist.Store, rank: int) -> Any:
+        failure = f"PlanError: {rank} is short of memory" if rank in failing else None
+        return agree_across_ranks([], {}, failure=failure, store=store, rank=rank, world=3)
+
+    outcomes = on_threads(3, call)
+    if len(failing) == 3:
+        assert outcomes == [()] * 3
+    else:
+        text = same_error(outcomes, PlanError)
+        assert text.endswith("but is ranks 0, 2: a program; rank 1: PlanError: 1 is short of memory")
+
+
 def test_a_mismatch_is_raised_alike_on_all_ranks() -> None:
     def events(rank: int) -> list[Event]:
         first, *others = ring(rank, 4)

@@ -120,7 +120,7 @@ def test_what_does_not_fit_says_what_is_short() -> None:
         search_costs(costs(), cluster(1e6, nodes=1), **LARGE)
     message = str(caught.value)
     assert "no plan fits dgx-a100-80g: 1 nodes of 4 devices" in message
-    assert "more than its 0.001 GB (" in message
+    assert "more than its 1 MB (" in message
     assert "The nearest that fits: " in message
     nodes = int(message.split("The nearest that fits: ")[1].split()[0])
     assert search_costs(costs(), cluster(1e6, nodes=nodes), **LARGE).candidates

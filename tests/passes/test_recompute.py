@@ -77,7 +77,8 @@ def test_attention_and_its_exchanges_run_once(attention: str) -> None:
 def test_row_12_a_weight_is_gathered_once_for_backward(mode: str) -> None:
     """PAINS row 12: what is computed again and its backward read one gather, also where only some layers do."""
     _, whole = captured(Case("llama", length=24))
-    program = run_passes(whole.program, Plan(cp=2, recompute=mode, recompute_layers=0.5), 0)
+    part = 1.0 if mode == "none" else 0.5
+    program = run_passes(whole.program, Plan(cp=2, recompute=mode, recompute_layers=part), 0)
     for name, graph in program.graphs.items():
         whys = [program.collectives[node].why for node in graph.graph.nodes if is_start(node)]
         gathers = Counter(why.removesuffix(", again for backward") for why in whys if why.startswith("parameter "))
@@ -134,3 +135,8 @@ def test_a_model_without_attention_says_so() -> None:
 def test_a_fraction_is_from_0_to_1(fraction: Any) -> None:
     with pytest.raises(PlanError, match="recompute_layers must be a fraction from 0 to 1"):
         Plan(recompute="attention", recompute_layers=fraction)
+
+
+def test_a_fraction_needs_a_choice() -> None:
+    with pytest.raises(PlanError, match=r"recompute='none' says that none does: choose"):
+        Plan(recompute_layers=0.5)
