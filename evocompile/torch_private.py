@@ -235,7 +235,8 @@ def _logging_functions() -> set[Callable[..., Any]]:
 
 def run_bytecode(dynamo: DynamoGraph, compiled: Callable[..., Any]) -> Callable[..., Any]:
     """`dynamo.function` with its tensor operations replaced by `compiled(*flat_inputs) -> flat outputs`."""
-    extra = dict(dynamo.output.graph_capture_output.f_globals)
+    # torch 2.11 looks for every global name of the bytecode, `type` too, and does not count the builtins
+    extra = {**builtins.__dict__, **dynamo.output.graph_capture_output.f_globals}
     return dynamo.output.forward_callable(compiled_fn=compiled, extra_globals=extra)
 
 
@@ -270,6 +271,10 @@ def build_guards(dynamo: DynamoGraph, replaced: Sequence[Tensor]) -> Any:
     ids = {id(tensor) for tensor in replaced}
 
     def keep(entries: Sequence[GuardFilterEntry]) -> list[bool]:
+        # Dynamo builds the guards once more for those that are kept. What the first time noted of an object is no longer
+        # true of one that a property makes anew at each reading (2.11 and 2.12 guard those), and would be an error.
+        for entry in entries:
+            entry.orig_guard.obj_weakref = None
         tensors = {_source(entry).name for entry in entries if entry.has_value and id(entry.value) in ids}
         return [
             not _source(entry).name.endswith(_FAST_PATH)
