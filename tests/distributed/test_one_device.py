@@ -49,7 +49,6 @@ TRAINED = [
     Job(training.train, GPT_13, Plan(tp=2)),
     Job(training.train, LLAMA_13, Plan(cp=2, tp=2, shard=Shard(1, 2, 4))),
     Job(training.train, LLAMA, plan(cp=2, shard=2), "inductor"),
-    Job(training.train, GPT_13, plan(cp=2, shard=2), "inductor"),
     Job(training.train, TIED, plan(2, 2, shard=2), "inductor"),
 ]
 
