@@ -271,8 +271,8 @@ def build_guards(dynamo: DynamoGraph, replaced: Sequence[Tensor]) -> Any:
     ids = {id(tensor) for tensor in replaced}
 
     def keep(entries: Sequence[GuardFilterEntry]) -> list[bool]:
-        # Dynamo builds the guards once more for those that are kept. What the first time noted of an object is no longer
-        # true of one that a property makes anew at each reading (2.11 and 2.12 guard those), and would be an error.
+        # Dynamo builds the guards once more for those that are kept. What it noted of an object the first time does not
+        # hold of one that a property makes anew at each reading (2.11 and 2.12 guard those), and would be an error.
         for entry in entries:
             entry.orig_guard.obj_weakref = None
         tensors = {_source(entry).name for entry in entries if entry.has_value and id(entry.value) in ids}
