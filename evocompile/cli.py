@@ -45,11 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", type=_positive, default=20, help="training steps (default: %(default)s)")
     demo.add_argument("--backend", choices=("inductor", "eager"), default="inductor", help="default: %(default)s")
     demo.add_argument("--seed", type=int, default=0, help="of the weights and of the batches (default: %(default)s)")
-    demo.add_argument("--dp", type=_positive, help="ranks that split the batch (default: those that --cp leaves)")
-    demo.add_argument("--cp", type=_positive, help="ranks that split the sequence (default: those that --dp leaves)")
-    demo.add_argument(
-        "--plan-json", metavar="JSON", help='a whole plan instead, such as \'{"cp": 2, "attention": "ring"}\''
-    )
+    _add_degrees(demo)
     demo.add_argument("--json", action="store_true", help="end with everything that was found, as one line of JSON")
     demo.set_defaults(run=_demo)
 
@@ -69,8 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect.add_argument("--world", type=_positive, required=True, metavar="N", help="number of ranks")
     inspect.add_argument("--rank", type=int, default=0, help="whose program (default: %(default)s)")
+    _add_degrees(inspect)
     inspect.add_argument("--batch", type=_positive, default=2, help="rows (default: %(default)s)")
     inspect.add_argument("--seq", type=_positive, default=64, help="length of a row (default: %(default)s)")
+    inspect.add_argument("--precision", help="type of the computation (default: the model's)")
     inspect.add_argument("--stage", metavar="NAME", help="only the graph after this pass")
     inspect.set_defaults(run=_inspect)
 
@@ -84,9 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--demo-model", action="store_true", help="the demo's Llama")
     model.add_argument("--model", metavar="MODULE:FACTORY", help="as for inspect; it is made on meta")
     simulate.add_argument("--ranks", type=_positive, required=True, metavar="N", help="number of ranks")
-    simulate.add_argument("--dp", type=_positive, help="ranks that split the batch (default: those that --cp leaves)")
-    simulate.add_argument("--cp", type=_positive, help="ranks that split the sequence (default: those --dp leaves)")
-    simulate.add_argument("--plan-json", metavar="JSON", help="a whole plan instead")
+    _add_degrees(simulate)
     simulate.add_argument("--batch", type=_positive, default=2, help="rows (default: %(default)s)")
     simulate.add_argument("--seq", type=_positive, default=64, help="length of a row (default: %(default)s)")
     simulate.add_argument("--precision", help="type of the computation (default: the model's)")
@@ -124,6 +120,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_degrees(parser: argparse.ArgumentParser) -> None:
+    """How a command is given its plan: see `_plan`."""
+    parser.add_argument("--dp", type=_positive, help="ranks that split the batch (default: those that --cp leaves)")
+    parser.add_argument("--cp", type=_positive, help="ranks that split the sequence (default: those that --dp leaves)")
+    parser.add_argument(
+        "--plan-json", metavar="JSON", help='a whole plan instead, such as \'{"cp": 2, "attention": "ring"}\''
+    )
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
@@ -145,7 +150,8 @@ def _demo(options: argparse.Namespace) -> int:
     return 0 if report.passed else 1
 
 
-def _plan(ranks: int, dp: int | None, cp: int | None, plan_json: str | None) -> Plan:
+def _plan(ranks: int, dp: int | None, cp: int | None, plan_json: str | None, option: str = "--ranks") -> Plan:
+    """The plan that the options of `_add_degrees` say, for as many ranks as `option` does."""
     if plan_json is not None:
         if dp is not None or cp is not None:
             raise PlanError("--plan-json is a whole plan: leave --dp and --cp out, or put them into it")
@@ -156,18 +162,21 @@ def _plan(ranks: int, dp: int | None, cp: int | None, plan_json: str | None) -> 
         plan = Plan(dp=dp, cp=ranks // dp if cp is None else cp)
     if plan.world != ranks:
         raise PlanError(
-            f"{plan} needs {plan.world} ranks, but --ranks is {ranks}: make the product of its degrees {ranks}"
+            f"{plan} needs {plan.world} ranks, but {option} is {ranks}: make the product of its degrees {ranks}"
         )
     return plan
 
 
 def _inspect(options: argparse.Namespace) -> int:
     from .inspect import inspect
+    from .precision import Precision
 
     if not 0 <= options.rank < options.world:
         raise PlanError(f"--rank {options.rank}: the ranks of --world {options.world} are 0 to {options.world - 1}")
+    plan = _plan(options.world, options.dp, options.cp, options.plan_json, "--world")
+    precision = Precision.of(options.precision)
     model, inputs = _model_and_inputs(options)
-    found = inspect(model, inputs, world=options.world, rank=options.rank)
+    found = inspect(model, inputs, plan=plan, rank=options.rank, precision=precision)
     if options.stage is None:
         print(found)
     elif options.stage in found.stages:

@@ -206,6 +206,10 @@ def test_a_failed_reference_ends_the_demo(monkeypatch: pytest.MonkeyPatch, tmp_p
         ('demo --ranks 2 --plan-json {"cp":2} --cp 2', "leave --dp and --cp out"),
         ("inspect --world 2", "--demo-model --model is required"),
         ("inspect --world 2 --demo-model --rank 2", "the ranks of --world 2 are 0 to 1"),
+        ("inspect --world 4 --demo-model --dp 3", "needs 3 ranks, but --world is 4"),
+        ('inspect --world 2 --demo-model --plan-json {"cp":4}', "Plan(dp=1, cp=4) needs 4 ranks, but --world is 2"),
+        ('inspect --world 2 --demo-model --plan-json {"cp":2} --dp 2', "leave --dp and --cp out"),
+        ("inspect --world 2 --demo-model --precision bf8", "'bf8'"),
         ("inspect --world 2 --model tests", "write module:factory"),
         ("inspect --world 2 --model no_such_module:build", "No module named 'no_such_module'"),
         ("inspect --world 2 --model json:build", "has no attribute 'build'"),
@@ -264,6 +268,30 @@ def test_inspect_prints_a_stage(capsys: pytest.CaptureFixture[str]) -> None:
     assert "all_gather" in stage and "joint:" in stage and "joint:" not in everything
     assert cli.main([*command, "--stage", "shard"]) == 2
     assert "choose one of canonicalize, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("degrees", "plan"),
+    [
+        ("", "Plan(dp=1, cp=4)"),
+        ("--dp 2", "Plan(dp=2, cp=2)"),
+        ("--cp 1", "Plan(dp=4, cp=1)"),
+        ('--plan-json {"dp":2,"cp":2,"shard":{"params":2,"grads":2,"optimizer":4}}', "Shard(params=2, grads=2,"),
+    ],
+)
+def test_inspect_takes_a_plan(degrees: str, plan: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["inspect", "--model", f"{__name__}:perceptron", "--world", "4", "--rank", "3", *degrees.split()]
+    assert cli.main(command) == 0
+    found = capsys.readouterr().out
+    assert plan in found and "rank 3 of 4" in found, found
+
+
+def test_inspect_takes_a_precision(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["inspect", "--model", f"{__name__}:perceptron", "--world", "2", "--stage", "shard_states"]
+    assert cli.main([*command, "--precision", "bf16"]) == 0
+    assert "bf16" in capsys.readouterr().out
+    assert cli.main(command) == 0
+    assert "bf16" not in capsys.readouterr().out
 
 
 def test_doctor_knows_this_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
