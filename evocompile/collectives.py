@@ -147,8 +147,8 @@ def reduce_scatter_wait(received: torch.Tensor) -> torch.Tensor:
 def all_gather_on_gloo(input: torch.Tensor, group_size: int, group: str) -> torch.Tensor:
     """torch's functional all-gather, by gloo's own gather of one tensor.
 
-    The functional operator takes gloo's gather of several tensors, which in torch 2.13 writes beyond its buffers where
-    gathers of different sizes are under way together.
+    The functional operator takes gloo's gather of several tensors, which the two workers of a group must not run at the
+    same time (`torch_private.use_one_worker`).
     """
     out = input.new_empty(group_size * input.shape[0], *input.shape[1:])
     return _functional.all_gather_into_tensor_out(input, group_size, group, out=out)

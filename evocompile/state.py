@@ -23,16 +23,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim import Optimizer
 
+from . import torch_private
 from .errors import StateError
 from .optimizers import check_optimizer
 from .shards import shard_rows
 
 
 def state_mesh(world: int, degree: int, device_type: str) -> DeviceMesh:
-    """The mesh that the parameters live on; collective when its groups are not the whole world."""
-    if degree in (1, world):
-        return init_device_mesh(device_type, (world,), mesh_dim_names=("shard" if degree > 1 else "replica",))
-    return init_device_mesh(device_type, (world // degree, degree), mesh_dim_names=("replica", "shard"))
+    """The mesh that the parameters live on; collective, as groups may be made for it."""
+    if degree == 1:
+        return init_device_mesh(device_type, (world,), mesh_dim_names=("replica",))
+    shape, names = ((world,), ("shard",)) if degree == world else ((world // degree, degree), ("replica", "shard"))
+    if device_type != "cpu" or "cpu:gloo" not in dist.get_backend_config().split(","):
+        return init_device_mesh(device_type, shape, mesh_dim_names=names)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override={"shard": "gloo"})
+    torch_private.use_one_worker(mesh.get_group("shard"))
+    return mesh
 
 
 def placements(mesh: DeviceMesh, degree: int, dims: int) -> tuple[Placement, ...]:

@@ -509,6 +509,23 @@ def backend_for(device: torch.device) -> str | None:
     return None if serves else dist.get_default_backend_for_device(device)
 
 
+def use_one_worker(group: dist.ProcessGroup) -> None:
+    """Carry out a gloo group's collectives on CPU by one worker thread instead of two; collective over the group.
+
+    After a collective the worker writes the operator's name into a string of the group, without a lock (in torch 2.13).
+    Names over 15 letters lie on the heap. So where both workers end gathers by torch's functional operator, as
+    `DTensor` makes them ("ALLGATHER_COALESCED"), one name may be freed twice, which aborts the process. To wait for
+    each gather is no help: the wait ends before the name is written.
+    """
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._threads = 1
+    options._timeout = default_group_timeout()
+    options._devices = [dist.ProcessGroupGloo.create_default_device()]
+    store = dist.PrefixStore(f"{group.group_name}/one worker/", default_store())
+    backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), options)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+
+
 # --- tensors -------------------------------------------------------------------------------------------------------
 
 

@@ -253,3 +253,14 @@ def test_no_alarm_once_a_parameter_has_changed(watched: Watched) -> None:
         new.weight.add_(1.0)  # by hand, no optimizer involved
     assert watch.finding() is None
     del left_over
+
+
+def workers_of_the_mesh() -> list[int]:
+    """Threads that carry out the gathers of parameters, for a mesh of all ranks and one of pairs."""
+    groups = [state_mesh(4, degree, "cpu").get_group("shard") for degree in (4, 2)]
+    return [group._get_backend(torch.device("cpu")).options._threads for group in groups]  # type: ignore[attr-defined]
+
+
+def test_one_worker_gathers_parameters() -> None:
+    """With two, torch frees a string twice once in some thousand gathers, and a rank dies."""
+    assert run_ranks(workers_of_the_mesh, 4) == [[1, 1]] * 4
