@@ -1,6 +1,6 @@
 """The longest sequence that trains within a limit of memory: evocompile against FSDP2 and DeepSpeed's Ulysses (ALST).
 
-    python benchmarks/max_context.py [--limit-mb 384] [--predict-only] [--only evocompile fsdp2 alst]
+    python benchmarks/max_context.py [--limit-mb 384] [--predict-only] [--only evocompile fsdp2 alst] [--known FILE]
 
 Llama of hidden 256, MLP 704, 4 layers, 8 heads / 4 key/value heads, vocabulary 2048, float32, AdamW, batch 1, two ranks
 (gloo), eager. What counts is the sum of live tensors on a rank (live_bytes.py) in a forward and a backward, with
@@ -12,6 +12,9 @@ shards the states, checkpoints each layer (the model's own `gradient_checkpointi
 sequence of its own. Peaks are linear in the length: two short steps give the line, further ones correct it. ALST splits
 one sequence, shards the states (ZeRO-3) and checkpoints each layer; it takes DeepSpeed (`pip install -e '.[peers]'`),
 without which it is null.
+
+`--known` keeps the measured peaks in a file, so that a run that was cut off goes on where it ended; a last run without
+`--only` then tells all systems.
 
 A table, and last one JSON object: {"evocompile": tokens, "fsdp2": tokens, "alst": tokens, "peaks_mb", "machine"}.
 """
@@ -140,15 +143,35 @@ def _work(rank: int, system: str, length: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def measured(system: str, length: int) -> int:
-    """The peak of a step, at the rank with more."""
+class Known:
+    """Measured peaks by system and length, in a file if there is one."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        self._peaks: dict[str, dict[str, int]] = {}
+        if path is not None and os.path.exists(path):
+            with open(path) as file:
+                self._peaks = json.load(file)
+
+    def peak(self, system: str, length: int) -> int:
+        """The peak of a step, at the rank with more."""
+        peaks = self._peaks.setdefault(system, {})
+        if str(length) not in peaks:
+            peaks[str(length)] = _measured(system, length)
+            if self._path is not None:
+                with open(self._path, "w") as file:
+                    json.dump(self._peaks, file)
+        print(f"{system:12} {length:>8,} tokens: {peaks[str(length)] / MB:8.1f} MB", flush=True)
+        return peaks[str(length)]
+
+
+def _measured(system: str, length: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_work, (system, length, folder), RANKS)
         peaks = []
         for rank in range(RANKS):
             with open(os.path.join(folder, f"{rank}")) as file:
                 peaks.append(int(file.read()))
-    print(f"{system:12} {length:>8,} tokens: {max(peaks) / MB:8.1f} MB", flush=True)
     return max(peaks)
 
 
@@ -172,9 +195,9 @@ def longest(peak: Callable[[int], int], limit: int) -> tuple[int, int]:
             known[below] = peak(below)
 
 
-def confirmed(length: int, limit: int) -> tuple[int, int]:
+def confirmed(length: int, limit: int, known: Known) -> tuple[int, int]:
     """The length or the next shorter one that a real step fits."""
-    while (size := measured("evocompile", length)) > limit:
+    while (size := known.peak("evocompile", length)) > limit:
         length -= max(round((size - limit) / size * length / STEP), 1) * STEP
     return length, size
 
@@ -184,7 +207,9 @@ def main() -> None:
     parser.add_argument("--limit-mb", type=int, default=384)
     parser.add_argument("--predict-only", action="store_true")
     parser.add_argument("--only", nargs="+", choices=("evocompile", *PEERS), default=("evocompile", *PEERS))
+    parser.add_argument("--known", metavar="FILE", help="measured peaks, read and added to")
     options = parser.parse_args()
+    known = Known(options.known)
     limit, found = options.limit_mb * MB, dict.fromkeys(("evocompile", *PEERS))
     has_deepspeed = importlib.util.find_spec("deepspeed") is not None
     peaks: dict[str, float] = {}
@@ -192,11 +217,11 @@ def main() -> None:
         length, size = longest(predicted, limit)
         print(f"evocompile   {length:>8,} tokens: {size / MB:8.1f} MB by the memory model", flush=True)
         if not options.predict_only:
-            length, size = confirmed(length, limit)
+            length, size = confirmed(length, limit, known)
         found["evocompile"], peaks["evocompile"] = length, round(size / MB, 1)
     for peer in PEERS:
         if peer in options.only and (peer != "alst" or has_deepspeed):
-            found[peer], size = longest(functools.partial(measured, peer), limit)
+            found[peer], size = longest(functools.partial(known.peak, peer), limit)
             peaks[peer] = round(size / MB, 1)
     print(f"\nlongest sequence in {options.limit_mb} MB a rank, {RANKS} ranks")
     for system, length in found.items():

@@ -1,6 +1,6 @@
 """What recomputation costs and saves: one training step of a Llama with each choice, by sequence length.
 
-    python benchmarks/recompute.py [--lengths 2048 8192 16384 32768] [--layers 2] [--repeats 2] [--backend eager]
+    python benchmarks/recompute.py [--lengths 2048 4096 8192 16384 32768] [--layers 2] [--repeats 2] [--backend eager]
 
 One process, one rank, batch 1, float32. "none", "attention" and "full" are plans; "own" is the plain model with its own
 `gradient_checkpointing_enable()`, without evocompile. Each length is measured in turns within one run, so that ratios
@@ -102,7 +102,7 @@ def measure(length: int, layers: int, repeats: int, backend: str) -> dict[str, d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192, 16384, 32768])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768])
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--backend", choices=("inductor", "eager"), default="eager")

@@ -42,7 +42,12 @@ class Returned:
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        return torch.promote_types(self.dtype, torch.float32) if self.dtype.is_floating_point else self.dtype
+        return summed_in(self.dtype)
+
+
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """The type in which values of this one are added up."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from .cluster import Cluster
 from .collective_costs import Group, group
 from .costs import Costs
 from .errors import PlanError
-from .plan import Plan
+from .plan import RECOMPUTE, Plan
 
 Array = Any
 
@@ -169,9 +169,9 @@ class Evaluator:
 
 def mode_of(plan: Plan) -> tuple[str, Array]:
     """A plan's mode of recomputation, and the part of the layers that do it."""
-    if not isinstance(plan.recompute, str):
+    if plan.recompute not in RECOMPUTE or not isinstance(plan.recompute, str):
         raise PlanError(
-            f"recompute={plan.recompute} is decided layer by layer in the graph, for which costs have no form"
+            f"recompute={plan.recompute!r} is decided layer by layer in the graph, for which costs have no form"
         )
     return plan.recompute, np.array([plan.recompute_layers if plan.recompute != "none" else 0.0])
 

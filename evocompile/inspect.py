@@ -19,6 +19,7 @@ from .plan import Plan
 from .precision import Precision
 from .printing import attention_table, collectives_table, notes_table, summary
 from .program import Program
+from .recompute_auto import fitted
 from .runtime import parallel_forward
 
 
@@ -60,6 +61,7 @@ def inspect(
     world: int | None = None,
     rank: int = 0,
     precision: Precision | torch.dtype | str | None = None,
+    memory: int | None = None,
 ) -> Inspection:
     """The program of one rank, after every pass. Needs no process group and no memory for the weights.
 
@@ -68,6 +70,7 @@ def inspect(
             the last program that a parallelized model compiled is shown.
     plan:   left out: the model's own, or context parallelism over `world` ranks.
     precision: as for `parallelize`; left out: the model's own.
+    memory: bytes that a step may take on a rank, for a plan with recompute="auto".
     """
     parallel = parallel_forward(model)
     if inputs is None:
@@ -75,7 +78,7 @@ def inspect(
             raise PlanError(
                 "inspect() without inputs shows what a parallelized model compiled, and there is nothing: pass inputs"
             )
-        captured, plan, rank = parallel.last_captured, parallel.plan, parallel.rank
+        captured, plan, rank = parallel.last_captured, parallel.last_plan, parallel.rank
     else:
         args, kwargs = ((), dict(inputs)) if isinstance(inputs, Mapping) else (tuple(inputs), {})
         types = parallel.model.precision if parallel and precision is None else Precision.of(precision)
@@ -86,5 +89,6 @@ def inspect(
         plan = Plan(cp=world) if world is not None else parallel.plan  # type: ignore[union-attr]
     if world is not None and world != plan.world:
         raise PlanError(f"world={world}, but the degrees of {plan} multiply to {plan.world}")
+    plan = fitted(captured.program, plan, memory, step_memory)
     program = run_passes(captured.program, plan, rank, snapshots=True)
     return Inspection(program, {snapshot.name: snapshot.text for snapshot in program.snapshots})

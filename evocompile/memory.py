@@ -204,17 +204,23 @@ def check_fits(memory: Memory, limit: int, rank: int) -> None:
     """Raises PlanError where the peak is above the limit, in bytes."""
     if memory.peak <= limit:
         return
-    terms = sorted(memory.terms.items(), key=lambda each: -each[1])
-    most = next(iter(memory.largest))
     raise PlanError(
         f"a step of this plan takes {memory.peak:,} bytes of memory on rank {rank}, which may use {limit:,}: "
-        + ", ".join(f"{term} {size:,}" for term, size in terms[:3])
-        + f"; most of one line are {most.bytes:,} bytes of {most.term}, {most.what}. {_way_out(terms[0][0])}, or pass "
-        "a larger memory= to parallelize()"
+        f"{largest_terms(memory)}. {way_out(memory)}, or pass a larger memory= to parallelize()"
     )
 
 
-def _way_out(term: str) -> str:
+def largest_terms(memory: Memory) -> str:
+    """What most of the peak is, for an error."""
+    terms = sorted(memory.terms.items(), key=lambda each: -each[1])
+    most = next(iter(memory.largest))
+    shown = ", ".join(f"{term} {size:,}" for term, size in terms[:3])
+    return f"{shown}; most of one line are {most.bytes:,} bytes of {most.term}, {most.what}"
+
+
+def way_out(memory: Memory) -> str:
+    """What makes the largest term smaller, for an error."""
+    term = max(memory.terms, key=memory.terms.__getitem__)
     if term in (PARAMETERS, OPTIMIZER, GRADIENTS, COPIES):
         return "Shard the states over more ranks, Plan(shard=Shard(params, grads, optimizer)), or plan more ranks"
     if term == COMMUNICATION:

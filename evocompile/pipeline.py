@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from .errors import VerificationError
+from .errors import PlanError, VerificationError
 from .garbage import uncollected
-from .plan import Plan
+from .plan import AUTO, Plan
 from .printing import program_text
 from .program import Program, Snapshot
 
@@ -38,6 +38,12 @@ def run_passes(
 
     program = captured.bind(plan, rank, number)
     is_budget = isinstance(plan.recompute, int)
+    if plan.recompute == AUTO:
+        raise PlanError(
+            f"Plan.recompute={AUTO!r} is for parallelize(memory=…) and inspect(memory=…), which say what has to fit"
+        )
+    if isinstance(plan.recompute, tuple):
+        program.again = plan.recompute
     if is_budget:
         program.again = tuple(layers_within(captured, plan, number) if again is None else again)
     program.facts.add("captured")

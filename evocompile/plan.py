@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from .errors import PlanError
 
 ATTENTION_SCHEDULES = ("zigzag", "ring", "balanced", "auto")
-RECOMPUTE = ("none", "attention", "full")
+RECOMPUTE, AUTO = ("none", "attention", "full"), "auto"
 OVERLAP = ("selective", "all", "none")
 PLACEMENTS = ("head-first", "context-first")
 
@@ -62,9 +62,10 @@ class Plan:
     microbatches: parts of the batch that a step computes one after another, forward and backward, for a call that
                 returns the loss alone. The loss is that of the whole batch.
     recompute:  what backward computes again of each layer: "none"; "attention": everything but the attention, whose
-                forward and exchanges run once; "full": everything, as ordinary checkpoints of layers do; or the bytes
-                that a rank may save for backward at most: then each layer does the one or the other, so that it takes
-                the least time.
+                forward and exchanges run once; "full": everything, as ordinary checkpoints of layers do; a tuple of
+                these, one for each layer; the bytes that a rank may save for backward at most, or "auto": as few as
+                it takes for a step to fit in `parallelize(memory=…)`. With the last two each layer does the one or
+                the other, so that it takes the least time.
     recompute_layers: the fraction of the layers that do, the first ones.
     loss_chunk: bytes of logits that exist at once on a rank: a loss is computed for some rows after others, and
                 backward computes logits again. 0: all at once; `None`: 64 MiB, where a rank's are over 256 MiB.
@@ -88,7 +89,7 @@ class Plan:
     attention: str = "zigzag"
     placement: str = "head-first"
     inner_ring: int = 1
-    recompute: str | int = "none"
+    recompute: str | int | tuple[str, ...] = "none"
     recompute_layers: float = 1.0
     overlap: str = "selective"
     microbatches: int = 1
@@ -115,15 +116,7 @@ class Plan:
         ):
             if getattr(self, name) not in allowed:
                 raise PlanError(f"Plan.{name}={getattr(self, name)!r}: choose one of {', '.join(map(repr, allowed))}")
-        is_budget = type(self.recompute) is int and self.recompute > 0
-        if self.recompute not in RECOMPUTE and not is_budget:
-            choices = ", ".join(map(repr, RECOMPUTE))
-            raise PlanError(f"Plan.recompute={self.recompute!r}: choose one of {choices}, or a number of bytes")
-        if is_budget and self.recompute_layers != 1.0:
-            raise PlanError(
-                f"Plan.recompute={self.recompute} bytes choose the layers: leave out recompute_layers="
-                f"{self.recompute_layers}"
-            )
+        self._check_recompute()
         if self.recompute == "none" and self.recompute_layers != 1.0:
             raise PlanError(
                 f"Plan.recompute_layers={self.recompute_layers} says how many layers compute again, but "
@@ -143,6 +136,19 @@ class Plan:
             part = getattr(self, name)
             if isinstance(part, bool) or not isinstance(part, (int, float)) or not 0 <= part <= 1:
                 raise PlanError(f"Plan.{name} must be a fraction from 0 to 1, got {part!r}")
+
+    def _check_recompute(self) -> None:
+        is_budget = type(self.recompute) is int and self.recompute > 0
+        is_by_layer = isinstance(self.recompute, tuple) and set(self.recompute) <= set(RECOMPUTE)
+        if self.recompute not in (*RECOMPUTE, AUTO) and not is_budget and not is_by_layer:
+            choices = ", ".join(map(repr, RECOMPUTE))
+            raise PlanError(
+                f"Plan.recompute={self.recompute!r}: choose one of {choices}, a tuple of these for each layer, or a "
+                f"number of bytes, or {AUTO!r}"
+            )
+        if self.recompute not in RECOMPUTE and self.recompute_layers != 1.0:
+            what = f"{self.recompute} bytes choose" if is_budget else f"{self.recompute!r} chooses"
+            raise PlanError(f"Plan.recompute={what} the layers: leave out recompute_layers={self.recompute_layers}")
 
     def __str__(self) -> str:
         """The plan as one would write it: what has its default is left out."""
@@ -179,6 +185,8 @@ class Plan:
         unknown = sorted(set(fields) - {field.name for field in dataclasses.fields(Plan)})
         if unknown:
             raise PlanError(f"unknown fields in the plan: {', '.join(unknown)}")
+        if isinstance(fields.get("recompute"), list):
+            fields["recompute"] = tuple(fields["recompute"])
         if fields.get("shard") is not None:
             try:
                 fields["shard"] = Shard(**fields["shard"])

@@ -253,7 +253,7 @@ class Program:
     attentions: by `split_attention`, in the graph's order: the schedule of each, and the work and bytes that it takes.
     first, inner, last: variants of forward and backward for accumulation and the refresh of parameters
               (passes/micro_batches.py); `None` where they would not differ.
-    again:    what each layer computes again, where the plan gives a number of bytes (recompute_budget.py).
+    again:    what each layer computes again, where that was chosen for each (recompute_budget.py).
     precision: the types of computation, reduction and accumulation.
     placed:   start -> why it stands where it does (passes/overlap.py).
     pool:     start -> the buffer that it writes into (passes/pool.py); others get memory of their own.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -72,29 +72,44 @@ def layers_within(captured: Program, plan: Plan, number: int = 0) -> tuple[str, 
 
 
 def _layers_within(captured: Program, plan: Plan, number: int) -> tuple[str, ...]:
-    assert isinstance(plan.recompute, int) and captured.joint is not None
-    budget, kept = plan.recompute, replace(plan, recompute=MODES[0])
-    accounts = _accounts.setdefault(captured.joint, {})
-    if (kept, number) not in accounts:
-        accounts[kept, number] = _account(captured, kept, number)
-    account = accounts[kept, number]
+    assert isinstance(plan.recompute, int)
+    budget, account = plan.recompute, account_of(captured, plan, number)
     count, most, least = len(account.choices), account.totals[MODES[0]], min(account.totals.values())
     if least > budget:
         raise PlanError(
             f"Plan.recompute={budget:,}: a step saves {most:,} bytes for backward on rank {account.rank}, and "
-            f"{least:,} when all {count} layers compute everything again: plan more ranks, a shorter batch, or "
-            "more bytes"
+            f"{least:,} when all {count} layers compute everything again, so that is the least number that works: "
+            "allow it, or plan more ranks, or a shorter batch"
         )
     if most <= budget:
         return (MODES[0],) * count
-    needed = most - budget
+
+    def excess(chosen: tuple[str, ...]) -> int:
+        return saved_bytes(run_passes(captured, plan, account.rank, number=number, again=chosen)) - budget
+
+    return cheapest(account.choices, most - budget, excess) or (min(MODES, key=account.totals.__getitem__),) * count
+
+
+def cheapest(
+    choices: list[list[Choice]], needed: int, excess: Callable[[tuple[str, ...]], int]
+) -> tuple[str, ...] | None:
+    """The choice of least time that gains `needed` bytes, or so much more that nothing is in excess, if it is found."""
     for _ in range(_TRIES):
-        chosen = _in_order(solve(account.choices, needed), account.choices)
-        excess = saved_bytes(run_passes(captured, plan, account.rank, number=number, again=chosen)) - budget
-        if excess <= 0:
+        chosen = _in_order(solve(choices, needed), choices)
+        over = excess(chosen)
+        if over <= 0:
             return chosen
-        needed += excess
-    return (min(MODES, key=account.totals.__getitem__),) * count
+        needed += over
+    return None
+
+
+def account_of(captured: Program, plan: Plan, number: int = 0) -> Account:
+    """What the layers may do under a plan, whatever it says itself; found once."""
+    assert captured.joint is not None
+    accounts, kept = _accounts.setdefault(captured.joint, {}), replace(plan, recompute=MODES[0])
+    if (kept, number) not in accounts:
+        accounts[kept, number] = _account(captured, kept, number)
+    return accounts[kept, number]
 
 
 def check_saved(program: Program) -> None:
@@ -104,8 +119,8 @@ def check_saved(program: Program) -> None:
     if saved_bytes(program) > budget:
         raise PlanError(
             f"Plan.recompute={budget:,}: rank {program.rank} saves {saved_bytes(program):,} bytes for backward, more "
-            "than the ranks with the largest parts of batch and sequence, by which the layers were chosen: allow more "
-            "bytes"
+            "than the ranks with the largest parts of batch and sequence, by which the layers were chosen: allow at "
+            f"least {saved_bytes(program):,}"
         )
 
 
@@ -150,7 +165,7 @@ def _account(captured: Program, plan: Plan, number: int) -> Account:
     def saved(rank: int, mode: str) -> int:
         return saved_bytes(run_passes(captured, replace(plan, recompute=mode), rank, number=number))
 
-    kept = {rank: saved(rank, MODES[0]) for rank in _largest_ranks(captured, plan, number)}
+    kept = {rank: saved(rank, MODES[0]) for rank in largest_ranks(captured, plan, number)}
     rank = max(kept, key=kept.__getitem__)
     totals = {mode: kept[rank] if mode == MODES[0] else saved(rank, mode) for mode in MODES}
     return Account(rank, totals, _choices(captured, plan, totals))
@@ -209,7 +224,7 @@ def _time(node: fx.Node) -> int:
 # --- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def _largest_ranks(captured: Program, plan: Plan, number: int) -> list[int]:
+def largest_ranks(captured: Program, plan: Plan, number: int) -> list[int]:
     """One of each kind of rank that holds no less than others of every split axis: one, where all parts are even."""
     from .passes.annotate import annotate
 

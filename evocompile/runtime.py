@@ -41,6 +41,7 @@ from .positions import assemblies_of
 from .precision import Precision
 from .program import Program
 from .progress import Progress
+from .recompute_auto import fitted
 from .same_call import NEW, SameCall
 from .state import OptimizerWatch
 from .states import NotCopied, States, install
@@ -176,6 +177,11 @@ class ParallelCall(NotCopied):
         return self._variants[0].captured if self._variants else None
 
     @property
+    def last_plan(self) -> Plan:
+        """The plan of that, in which a choice stands for each layer where it was left open."""
+        return self._variants[0].program.plan if self._variants else self.plan
+
+    @property
     def memory(self) -> Memory | None:
         """What a step of the call that was last run, or compiled, holds on this rank."""
         return self._variants[0].memory if self._variants else None
@@ -291,7 +297,7 @@ class ParallelCall(NotCopied):
         A rank that fails here still comes to the meeting, so that the others hear of it instead of waiting.
         """
         failure: Exception | None = None
-        computed = "a program"
+        computed, plan = "a program", self.plan
         try:
             progress("capturing the model")
             check_sharded(self.model.module)
@@ -303,15 +309,16 @@ class ParallelCall(NotCopied):
             self.model.settle(captured.program)
             assert captured.program.joint is not None
             computed = computation(captured.program.joint.graph)
+            limit = self._limit()
+            plan = fitted(captured.program, self.plan, limit, self._memory)
             programs = [
-                run_passes(captured.program, self.plan, self.rank, number=number, progress=progress)
-                for number in range(self.plan.microbatches)
+                run_passes(captured.program, plan, self.rank, number=number, progress=progress)
+                for number in range(plan.microbatches)
             ]
             with dispatch.use(self.options.attention_backend):
                 for program in programs:
                     check_backends(program)
             memory = functools.cache(functools.partial(self._memory, programs))
-            limit = self._limit()
             if limit is not None:
                 check_fits(memory(), limit, self.rank)
             events = step_events(programs)
@@ -320,7 +327,7 @@ class ParallelCall(NotCopied):
         progress("agreeing with the other ranks")
         fingerprint = {
             "the version of torch": torch.__version__,
-            "the plan": self.plan.to_json(),
+            "the plan": plan.to_json(),
             "the precision": str(self.model.precision),
             "the backend": self.options.backend,
             "the attention backend": self.options.attention_backend or "any",

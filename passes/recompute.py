@@ -26,6 +26,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from evocompile.errors import PlanError
 from evocompile.program import InputKind, Note, OutputKind, Program, nbytes, placeholders
 
 from .dependence import dependents, forward_nodes
@@ -74,10 +75,15 @@ def recompute(program: Program) -> Program:
 
 
 def _modes(program: Program, layers: int) -> Sequence[str]:
-    """What each layer computes again: as was chosen for a budget, or the same for the first ones, as what they keep is
-    kept the longest."""
+    """What each layer computes again: as was chosen for each, or the same for the first ones, as what they keep is kept
+    the longest."""
     mode = program.plan.recompute
-    if isinstance(mode, int):
+    if not isinstance(mode, str):
+        if len(program.again) != layers:
+            raise PlanError(
+                f"Plan.recompute has a choice for each of {len(program.again)} layers, but the model has {layers}, one "
+                "for each attention: give as many choices, or one for all"
+            )
         return program.again
     count = round(program.plan.recompute_layers * layers)
     return [mode] * count + ["none"] * (layers - count)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from evocompile.chunks import AXIS, MESH_AXIS
+from evocompile.chunks import AXIS, MESH_AXIS, summed_in
 from evocompile.layout import Axis, Factor, Layout, Sharding, Split
 from evocompile.program import Compute, Program, Version
 
@@ -25,6 +25,8 @@ from .rules.base import label_sizes, operands_of
 from .rules.routing import Routes, Splits
 from .rules.solve import Solution, canonical, forward
 from .rules.windows import window_solution
+
+aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 
 
 class NotByRowsError(Exception):
@@ -154,5 +156,24 @@ def body(program: Program, part: ByRows, index: int) -> fx.GraphModule:
             ]
             named = with_names(version, (part.natural[node],))
             made[node, version[0]] = emit(builder, node, named, how.operands, operands)
-    builder.graph.output([made[node, canonical(part.natural[node])] for node in part.returned])
+    results = [made[node, canonical(part.natural[node])] for node in part.returned]
+    for i, node in enumerate(part.returned):
+        dtype = summed_in(node.meta["val"].dtype)
+        if part.natural[node].partial and dtype != node.meta["val"].dtype:
+            builder.source = node
+            results[i] = _summed_in(builder, results[i], dtype)
+    builder.graph.output(results)
+    builder.graph.eliminate_dead_code()
     return builder.graph_module()
+
+
+def _summed_in(builder: Builder, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """A chunk's sum over its rows without being rounded first: as one device rounds the sum over all rows, once."""
+    if node.target == aten.sum.dim_IntList:
+        return builder.call(node.target, node.args, {**node.kwargs, "dtype": dtype})
+    if node.target != aten.mm.default:
+        return node
+    operands = [each for each in node.args if isinstance(each, fx.Node)]
+    if operands[0].meta["val"].is_cuda:  # of 16 bits in, 32 out: the CPU has no such product
+        return builder.call(aten.mm.dtype, (*operands, dtype))
+    return builder.call(aten.mm.default, [builder.call(convert, (each, dtype)) for each in operands])

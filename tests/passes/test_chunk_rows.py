@@ -160,6 +160,26 @@ def test_inductor_compiles_the_bodies_of_loops() -> None:
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_sums_over_chunks_are_rounded_once() -> None:
+    """In bfloat16 many chunks give a weight's and a bias' gradient as two do, but for ties: no part is rounded."""
+    found: list[list[Tensor]] = []
+    model = PlainGPT("labels").bfloat16()
+    whole = capture(model.forward, model, (), batch(151)).program
+    for rows, chunks in ((1, 151), (150, 2)):
+        program = run_passes(whole, Plan(loss_chunk=rows * 2 * 4 * VOCABULARY), 0)
+        assert program.backward is not None
+        (node,) = [node for node in program.backward.graph.nodes if isinstance(node.target, RowLoop)]
+        assert len(node.target.numbers) == chunks
+        sums = [i for i, each in enumerate(node.target.returned) if each.is_cast]
+        results = node.target(*[_some_of(each.meta["val"]) for each in node.args])
+        found.append([results[i] for i in sums])
+    assert len(found[0]) == 2
+    for many, few in zip(*found, strict=True):
+        assert many.dtype == torch.bfloat16
+        assert (many != few).double().mean() < 0.02
+        torch.testing.assert_close(many, few, rtol=2**-7, atol=0)
+
+
 def _some_of(like: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(like.ndim)
     if like.dtype == torch.bool:
