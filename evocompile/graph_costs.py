@@ -22,7 +22,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from .collectives import is_start
-from .layout import FINE, Layout
+from .layout import FINE, SEQUENCE, Layout
 from .mesh import group_name
 from .plan import RECOMPUTE, Plan
 from .program import InputKind, Program, nbytes, output_values, placeholders
@@ -224,6 +224,8 @@ class _Counting:
             if factor.axis is None:
                 continue
             name, level = factor.axis.name.removesuffix(FINE), SPLIT if factor.split else NAMED
+            if name.startswith(SEQUENCE):
+                name = SEQUENCE  # the lengths of all sequences are taken to grow together
             if name in levels:
                 levels[name] = max(levels[name], level)
             split = self.program.sharding.splits.get(factor.axis.name)

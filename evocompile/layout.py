@@ -94,6 +94,7 @@ def _cut(intervals: tuple[Interval, ...], index: int, degree: int) -> tuple[Inte
     return tuple((lo, hi) for lo, hi in parts if lo < hi)
 
 
+SEQUENCE = "seq"  # the axis of a model's main sequence; those of other lengths are "seq2", "seq3", …
 FINE = ".tp"  # what the name of an axis ends in that is split over tp besides: "seq.tp" is a finer split of "seq"
 
 

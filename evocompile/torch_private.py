@@ -446,7 +446,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     aten = torch.ops.aten
     table = dict(select_decomp_table())
     table.pop(aten.embedding_dense_backward.default, None)
-    lowered = (aten.glu.default, aten.repeat.default, aten.unbind.int)
+    lowered = (aten.glu.default, aten.repeat.default, aten.unbind.int, aten.baddbmm.default)
     return {**table, **get_decompositions(lowered), **strided.DECOMPOSITIONS}
 
 

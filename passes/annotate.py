@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from evocompile.layout import FINE, Axis, Dim, Factor, Layout, Sharding, Split
+from evocompile.layout import FINE, SEQUENCE, Axis, Dim, Factor, Layout, Sharding, Split
 from evocompile.program import (
     Annotations,
     Compute,
@@ -37,7 +37,7 @@ from evocompile.program import (
     source_line,
 )
 
-from .choose_schedule import sequence_length, sequence_split
+from .choose_schedule import other_lengths, sequence_length, sequence_split
 from .rules import dims_of
 from .rules.attention import ATTENTION, ATTENTION_BACKWARD, attention_solution
 from .rules.base import label_sizes, operands_of, result_shapes
@@ -50,7 +50,9 @@ from .tensor_axes import routed_rows, row_gradients, tensor_layouts
 
 
 def splits_of(program: Program) -> dict[str, Split]:
-    """What the plan splits: the batch over dp, the sequence over cp and ulysses; their sizes.
+    """What the plan splits: the batch over dp, each sequence over cp and ulysses; their sizes.
+
+    A model may have sequences of several lengths (an encoder's, a decoder's): each is an axis, split alike.
 
     Between the weights that tp splits, the stream of tokens is split over tp too ("seq.tp"; Megatron's sequence
     parallelism, 2205.05198, section 4.2.2).
@@ -62,14 +64,20 @@ def splits_of(program: Program) -> dict[str, Split]:
             splits["batch"] = Split("dp", program.plan.dp, "contiguous", each.shape[0])
     in_sequence = program.plan.cp * program.plan.ulysses > 1
     size = sequence_length(program) if in_sequence or tp > 1 else None
+    names = {}
+    if size is not None:
+        sizes = [size, *other_lengths(program, size)]
+        names = {f"{SEQUENCE}{i + 1 if i else ''}": each for i, each in enumerate(sizes)}
     if size is not None and in_sequence:
-        splits["seq"] = sequence_split(program, size)
+        split = sequence_split(program, size)
+        splits |= {name: replace(split, size=each) for name, each in names.items()}
     if program.batch_parts:
         parts = program.batch_parts
         splits["batch"] = Split("dp", len(parts), "contiguous", sum(parts), parts)
-    if size is not None and tp > 1:
-        whole = Split("tp", tp, "contiguous", size)
-        splits["seq" + FINE] = splits["seq"].finer("tp", tp) if in_sequence else whole
+    if tp > 1:
+        for name, each in names.items():
+            whole = Split("tp", tp, "contiguous", each)
+            splits[name + FINE] = splits[name].finer("tp", tp) if in_sequence else whole
     return splits
 
 
@@ -146,7 +154,7 @@ def _input_layout(each: Input, splits: Mapping[str, Split]) -> Layout:
         return Layout.whole(each.shape)
     dims = []
     for dim, size in enumerate(each.shape):
-        name = ("batch", "seq", "")[min(dim, 2)]
+        name = ("batch", _sequence_of(size, splits), "")[min(dim, 2)]
         fine = name + FINE
         split = each.dtype.is_floating_point or (each.is_part and dim == 0)
         if split and fine in splits and splits[fine].size == size:
@@ -158,6 +166,12 @@ def _input_layout(each: Input, splits: Mapping[str, Split]) -> Layout:
         else:
             dims.append((Factor(size),))
     return Layout(tuple(dims))
+
+
+def _sequence_of(size: int, splits: Mapping[str, Split]) -> str:
+    """The name of the sequence of this length; "" where there is none."""
+    names = (name for name, split in splits.items() if name.startswith(SEQUENCE) and split.size == size)
+    return next(names, "").removesuffix(FINE)
 
 
 def _solve(program: Program, node: fx.Node, layouts: list[Layout]) -> Solution:

@@ -42,6 +42,7 @@ def make_attention_canonical(gm: fx.GraphModule) -> None:
             _replace_flex(node)
         softmaxes = written_attention.softmaxes(body.graph)
         if softmaxes:
+            _erase_unread(body.graph)
             for node in [each for each in body.graph.nodes if _is(each, "einsum")]:
                 _replace_einsum(node)
         for softmax in softmaxes:
@@ -118,6 +119,16 @@ def _replace_written(softmax: fx.Node) -> None:
     except written_attention.NotAttention:
         return
     _erase_unused(found.result)
+
+
+def _erase_unread(graph: fx.Graph) -> None:
+    """Erases what nothing reads: weights of `nn.MultiheadAttention` that the model averages and drops, say.
+
+    An operator that writes to its operand stays.
+    """
+    for node in reversed(graph.nodes):
+        if not node.users and _is(node, "mean", "sum", "view", "reshape", "squeeze", "detach", "div", "select"):
+            graph.erase_node(node)
 
 
 def _erase_unused(node: fx.Node) -> None:

@@ -121,6 +121,17 @@ def sequence_length(program: Program) -> int | None:
     return max(work, key=lambda size: work[size])
 
 
+def other_lengths(program: Program, main: int) -> list[int]:
+    """The lengths of a model's further sequences, such as an encoder's beside a decoder's.
+
+    They are those of attention of a sequence to itself, and of keys that an input has as its dim 1. Others, as of keys
+    after a learned prefix, stay whole.
+    """
+    given = {each.shape[1] for each in program.inputs_of(InputKind.USER) if len(each.shape) > 1}
+    lengths = [k[2] for q, k, _, _ in _attentions(program) if q[2] == k[2] or k[2] in given]
+    return [size for size in dict.fromkeys(lengths) if size > 1 and size != main]
+
+
 def sequence_split(program: Program, size: int) -> Split:
     """How the plan spreads a sequence of `size` positions."""
     plan = program.plan

@@ -48,11 +48,13 @@ def run(
     return Ran([outputs[0] for outputs in step.outputs], gradients, ranks, captured)
 
 
-def assert_attends_as_one_device(model: nn.Module, batch: Mapping[str, Tensor], plan: Plan) -> Ran:
+def assert_attends_as_one_device(
+    model: nn.Module, batch: Mapping[str, Tensor], plan: Plan, captured: Program | None = None
+) -> Ran:
     """For a model that returns one tensor: it, and every gradient of its sum."""
     expected = model(**batch)
     expected.sum().backward()
-    ran = run(model, batch, plan)
+    ran = run(model, batch, plan, captured)
     for out in ran.outs:
         _check_close(out, expected.detach(), "output")
     for name, parameter in model.named_parameters():

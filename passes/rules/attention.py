@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from evocompile.kernels.mask import H, parse_mask
-from evocompile.layout import Axis, Dim, Factor, Layout, Split
+from evocompile.layout import FINE, SEQUENCE, Axis, Dim, Factor, Layout, Split
 
 from .base import operands_of, shape_of
 from .solve import Solution, coarsened, mesh_axes, regroup
@@ -91,22 +91,27 @@ def attention_solution(node: fx.Node, layouts: list[Layout], splits: Mapping[str
     operands = operands_of(node)
     layouts = [coarsened(layout, splits) for layout in layouts]
     leading, results = _OPERANDS[node.target], _RESULTS[node.target]
+    call = call_of(node)
     dims: dict[str, Dim] = {}
+    merged = "HK" if call.form.dropout else "BHK"  # dropout draws by the number of the row: rows are an interval there
     for letters, operand, layout in zip(leading, operands, layouts, strict=False):
         for letter, size, dim in zip(letters, shape_of(operand), layout.dims, strict=True):
             seeded = _seeded(dim, splits) if letter in "BST" else None
-            if seeded is None and letter in "ST" and not any(factor.axis for factor in dim):
-                seeded = _positions(size, splits)
             known = dims.get(letter) or ((Factor(size),) if any(factor.split for factor in dim) else dim)
-            if letter in "HK" and any(factor.split for factor in dim) and not any(factor.split for factor in known):
+            if letter in merged and any(factor.split for factor in dim) and not any(factor.split for factor in known):
                 known = dim
             dims[letter] = seeded or known
-    call = call_of(node)
-    dims |= {letter: tuple(replace(factor, split=False) for factor in dims[letter]) for letter in "DE"}
+    dims |= {letter: _unsplit(dims[letter]) for letter in "DE"}
     if any(factor.split for letter in "HK" for factor in dims[letter]):
         dims |= _heads(dims, call)
+    taken = _mesh_axes(*(dims[letter] for letter in "BHK"), splits)  # by frames of a video, each of which attends alone
+    for letter, positions in zip("ST", (shape_of(call.q)[2], shape_of(call.k)[2]), strict=True):
+        if not any(factor.axis for factor in dims[letter]):
+            dims[letter] = _positions(positions, splits) or dims[letter]
+        if taken & _mesh_axes(dims[letter], splits):
+            dims[letter] = (Factor(positions),)
     if not _same_mesh_axis(dims["S"], dims["T"], splits):
-        dims["T"] = tuple(replace(factor, split=False) for factor in dims["T"])
+        dims["T"] = _unsplit(dims["T"])
 
     def layout_of(letters: str, partial: frozenset[str] = frozenset()) -> Layout:
         return Layout(tuple(dims[letter] for letter in letters), partial)
@@ -160,6 +165,10 @@ def _param_layout(param: fx.Node, dims: Mapping[str, Dim]) -> Layout:
     return Layout((dims["H"], *batch, *((Factor(size),) for size in shape[1 + len(batch) :])))
 
 
+def _unsplit(dim: Dim) -> Dim:
+    return tuple(replace(factor, split=False) for factor in dim)
+
+
 def _mesh_axes(*dims_and_splits: Any) -> frozenset[str]:
     """The mesh axes over which dims are split."""
     *dims, splits = dims_and_splits
@@ -175,9 +184,10 @@ def _seeded(dim: Dim, splits: Mapping[str, Split]) -> Dim | None:
 
 def _positions(size: int, splits: Mapping[str, Split]) -> Dim | None:
     """Positions that no input has, such as the patches of an image, are split from their first attention on."""
-    if "seq" not in splits or splits["seq"].size != size:
-        return None
-    return (Factor(size, Axis("seq", size), split=True),)
+    for name, split in splits.items():
+        if name.startswith(SEQUENCE) and not name.endswith(FINE) and split.size == size:
+            return (Factor(size, Axis(name, size), split=True),)
+    return None
 
 
 def _same_mesh_axis(queries: Dim, keys: Dim, splits: Mapping[str, Split]) -> bool:

@@ -19,6 +19,8 @@ ATTENTIONS = {
     "mpt": 2,
     "bloom": 2,
     "falcon": 2,
+    "gpt-neo": 2,
+    "bart": 3,
     "t5": 6,
     "vit": 2,
     "whisper": 6,
@@ -35,6 +37,9 @@ def computed(references: References) -> None:
     references.compute([*(case(family) for family in ATTENTIONS), case("bloom", "left"), case("llama-eager", "left")])
 
 
+SEQUENCES = {"bart": [13, 10], "t5": [13, 10], "whisper": [13, 17]}  # whose encoder and decoder are split
+
+
 def attentions(program: Program) -> int:
     assert program.joint is not None
     target = "evocompile.dense_attention.default"
@@ -45,6 +50,10 @@ def attentions(program: Program) -> int:
 def test_a_family_equals_one_device(family: str, plan: Plan, references: References) -> None:
     model = virtual_model(case(family), plan)
     assert attentions(captured(case(family))[1].program) == ATTENTIONS[family]
+    sharding = model.programs[0].sharding
+    assert sharding is not None
+    sizes = [split.size for name, split in sharding.splits.items() if name.startswith("seq")]
+    assert sizes == SEQUENCES.get(family, sizes[:1])
     losses, gradients, _ = model.step(case(family).inputs())
     for loss in losses:
         assert_loss(loss, references[case(family)]["loss"])

@@ -152,6 +152,24 @@ class Prepared(nn.Module):
         return out.loss, out.logits
 
 
+_BART = {
+    "d_model": 32,
+    "max_position_embeddings": 64,
+    "decoder_start_token_id": 2,
+    "dropout": 0.0,
+    **{f"{part}_layers": 1 for part in ("encoder", "decoder")},
+    **{f"{part}_attention_heads": 4 for part in ("encoder", "decoder")},
+    **{f"{part}_ffn_dim": 48 for part in ("encoder", "decoder")},
+}
+_GPT_NEO = {
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "attention_types": [[["global", "local"], 1]],
+    "window_size": 5,
+    "max_position_embeddings": 64,
+    "intermediate_size": 48,
+}
 _T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
 
 
@@ -284,6 +302,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "mpt": lambda: _eager("Mpt", d_model=32, n_layers=2, n_heads=4, max_seq_len=64),
     "bloom": lambda: _eager("Bloom", hidden_size=32, n_layer=2, n_head=4),
     "falcon": lambda: _eager("Falcon", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=True),
+    "gpt-neo": lambda: _eager("GPTNeo", **_GPT_NEO),
+    "bart": lambda: Prepared(_eager("Bart", "ForConditionalGeneration", **_BART)),
     "t5": lambda: Prepared(_eager("T5", "ForConditionalGeneration", dropout_rate=0.0, **_T5)),
     "whisper": lambda: _eager("Whisper", "ForConditionalGeneration", **_WHISPER),
     "vit": _vit,

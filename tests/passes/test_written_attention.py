@@ -17,7 +17,7 @@ from evocompile.passes import einsum_products
 from evocompile.passes.rules.attention import ATTENTION, call_of
 from evocompile.plan import Plan
 from evocompile.program import Program
-from tests.equality import run
+from tests.equality import assert_attends_as_one_device, run
 
 BATCH, LENGTH, WIDTH, HEADS, DIM = 2, 13, 8, 4, 3
 LOWEST = torch.finfo(torch.float32).min  # as torch.where has it, whatever the scores' dtype
@@ -365,3 +365,29 @@ def test_one_key_head_by_einsum() -> None:
 )
 def test_other_equations_are_no_products(equation: str) -> None:
     assert einsum_products.read(equation, [len(each) for each in equation.partition("->")[0].split(",")]) is None
+
+
+class Weighed(nn.Module):
+    """`nn.MultiheadAttention`, which returns its weights unless it is told not to. used: the model reads them."""
+
+    def __init__(self, used: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, dtype=torch.float64)
+        self.used = used
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        out, weights = self.attention(x, x, x, key_padding_mask=padding)
+        return out + weights.square().sum(-1, keepdim=True) if self.used else out
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_weights_of_multihead_attention(used: bool) -> None:
+    """Those that nobody reads cost nothing; others are exact, with all keys at every rank, as a note says."""
+    padding = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
+    padding[0, :4] = True
+    inputs = {"x": torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64), "padding": padding}
+    ran = assert_attends_as_one_device(Weighed(used), inputs, CP3)
+    notes = [note.what for note in ran.programs[0].notes]
+    assert notes == (["gathered for aten.bmm.default"] * 2 if used else [])
+    assert [call.mask for call in attentions(ran.captured)] == ([] if used else ["t0(b, k) == 0"])
