@@ -24,6 +24,7 @@ from evocompile.collectives import (
     start_event,
 )
 from evocompile.errors import VerificationError
+from evocompile.layout import Layout, Sharding
 from evocompile.mesh import group_ranks
 from evocompile.program import Input, InputKind, Output, OutputKind, Program, nbytes, output_values, placeholders
 from evocompile.shards import shard_shape
@@ -55,6 +56,7 @@ def verify(program: Program, after: str = "") -> None:
 
 
 def _graph_problems(program: Program, name: str, graph_module: fx.GraphModule) -> Iterator[str]:
+    known: dict[Layout, tuple[tuple[int, ...], bool]] = {}  # most nodes share a few layouts
     for node in graph_module.graph.nodes:
         here = f"{name}.{node.name}"
         if node.op == "output":
@@ -68,14 +70,19 @@ def _graph_problems(program: Program, name: str, graph_module: fx.GraphModule) -
             yield f"{here} waits for {node.args[0]}, which starts no communication"
         layout, value = program.layouts.get(node), node.meta["val"]
         if layout is not None and program.sharding is not None and isinstance(value, torch.Tensor):
-            splits = program.sharding.splits
-            names = [each.name for dim in layout.dims for factor in dim if factor.split and (each := factor.axis)]
-            axes = [mesh_axis for name in names for mesh_axis in splits[name].mesh_axes]
-            if len(set(axes)) != len(axes):
+            if layout not in known:
+                known[layout] = program.sharding.local_shape(layout), _is_split_twice(program.sharding, layout)
+            expected, twice = known[layout]
+            if twice:
                 yield f"{here} is split twice over one mesh axis: {layout}"
-            expected = program.sharding.local_shape(layout)
             if tuple(value.shape) != expected:
                 yield f"{here} has shape {tuple(value.shape)}; its layout {layout} makes {expected} on this rank"
+
+
+def _is_split_twice(sharding: Sharding, layout: Layout) -> bool:
+    names = [each.name for dim in layout.dims for factor in dim if factor.split and (each := factor.axis)]
+    axes = [mesh_axis for name in names for mesh_axis in sharding.splits[name].mesh_axes]
+    return len(set(axes)) != len(axes)
 
 
 def _start_problems(program: Program, node: fx.Node) -> Iterator[str]:

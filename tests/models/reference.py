@@ -61,7 +61,7 @@ def compute(cases: list[Case], out: Path) -> dict[Case, dict[str, Any]]:
     texts = [json.dumps(dataclasses.asdict(case)) for case in cases]
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-m", "tests.models.reference", str(out), *texts], check=True, cwd=root)
-    return dict(zip(cases, torch.load(out, weights_only=True), strict=True))
+    return dict(zip(cases, torch.load(out, weights_only=False), strict=True))  # of ours: the safe way takes seconds
 
 
 if __name__ == "__main__":
