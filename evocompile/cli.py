@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import EvocompileError, PlanError
@@ -87,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     simulate.add_argument("--seq", type=_positive, default=64, help="length of a row (default: %(default)s)")
     simulate.add_argument("--precision", help="type of the computation (default: the model's)")
     simulate.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose costs (default: %(default)s)")
-    simulate.add_argument("--trace", metavar="FILE", help="also write the timeline for ui.perfetto.dev")
+    simulate.add_argument("--trace", type=_writable, metavar="FILE", help="also write the timeline for ui.perfetto.dev")
     simulate.set_defaults(run=_simulate)
 
     plan = commands.add_parser(
@@ -112,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         "--simulate", type=int, default=0, metavar="N", help="order the N fastest by simulations of their graphs"
     )
     plan.add_argument("--json", action="store_true", help="everything that was found, as JSON")
-    plan.add_argument("--html", metavar="FILE", help="also write it as a page")
+    plan.add_argument("--html", type=_writable, metavar="FILE", help="also write it as a page")
     plan.set_defaults(run=_search)
 
     doctor = commands.add_parser("doctor", help="say what of this machine and its installation matters")
@@ -187,8 +188,6 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from .capture import capture
     from .pipeline import run_passes
     from .precision import Precision
@@ -207,14 +206,13 @@ def _simulate(options: argparse.Namespace) -> int:
     print(f"a step takes {1e3 * timeline.seconds:.3f} ms, by predicted costs of {options.device}")
     print(timeline)
     if options.trace:
-        Path(options.trace).write_text(json.dumps(timeline.chrome_trace()))
+        options.trace.write_text(json.dumps(timeline.chrome_trace()))
         print(f"timeline in {options.trace}: open it at ui.perfetto.dev")
     return 0
 
 
 def _search(options: argparse.Namespace) -> int:
     from dataclasses import replace
-    from pathlib import Path
 
     from .cluster import PRESETS, Cluster
     from .search import search
@@ -227,9 +225,19 @@ def _search(options: argparse.Namespace) -> int:
     model, inputs = _call_to_plan(options.model, options.batch, options.seq)
     found = search(model, inputs, cluster, precision=options.precision, simulated=options.simulate)
     if options.html:
-        Path(options.html).write_text(as_html(found))
+        options.html.write_text(as_html(found))
     print(json.dumps(as_dict(found)) if options.json else found)
     return 0
+
+
+def _writable(name: str) -> Path:
+    """A file to be written at the end, checked before the work that it is for."""
+    path = Path(name)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{name}: a folder, or a file in a folder that does not exist")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{name}: no permission to write it")
+    return path
 
 
 def _call_to_plan(name: str, batch: int, seq: int) -> tuple[nn.Module, dict[str, Any]]:

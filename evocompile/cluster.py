@@ -215,6 +215,7 @@ def _from_fields(fields: Any, where: str) -> Cluster:
     if not isinstance(fields, dict) or not isinstance(fields.get("name"), str):
         raise PlanError(f"cluster file {where}: an object with at least a name")
     fields = dict(fields)
+    _check_names(fields, Cluster, where, "")
     preset = PRESETS.get(fields["name"])
     bases: dict[str, dict[str, Any]] = {}
     if preset is not None:
@@ -223,9 +224,18 @@ def _from_fields(fields: Any, where: str) -> Cluster:
     try:
         for name, kind in (("device", Device), ("inside", Link), ("across", Link)):
             if name in fields:
+                _check_names(fields[name], kind, where, f"{name}.")
                 fields[name] = kind(**_changed(bases.get(name, {}), fields[name], name))
         if "congestion" in fields:
             fields["congestion"] = tuple((int(ranks), float(factor)) for ranks, factor in fields["congestion"])
         return Cluster(**fields)
     except (TypeError, ValueError) as error:
         raise PlanError(f"cluster file {where}: {error}") from error
+
+
+def _check_names(fields: Any, kind: type, where: str, prefix: str) -> None:
+    known = [each.name for each in dataclasses.fields(kind)]
+    unknown = [name for name in fields if name not in known] if isinstance(fields, Mapping) else []
+    if unknown:
+        names = ", ".join(f"{prefix}{name}" for name in unknown)
+        raise PlanError(f"cluster file {where}: no field {names}; there are {', '.join(known)}")

@@ -52,3 +52,13 @@ def test_what_cannot_be_planned_is_said(tmp_path: Path, capsys: pytest.CaptureFi
 def test_inspect_takes_a_config_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--model", config(tmp_path), "--world", "2"]) == 0
     assert "rank 0 of 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["nowhere/plan.html", "."])
+def test_a_page_that_cannot_be_written_is_refused_before_the_search(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["plan", "--model", "torch.nn:Identity", "--cluster", "h100", "--seq", "8", "--html", name])
+    assert "a folder" in capsys.readouterr().err

@@ -56,7 +56,8 @@ def test_files(tmp_path: Path) -> None:
     [
         ("{", "is no JSON"),
         ("[]", "an object with at least a name"),
-        ('{"name": "h100", "links": 3}', "links"),
+        ('{"name": "h100", "links": 3}', "no field links; there are name, nodes"),
+        ('{"name": "h100", "inside": {"latencies": 3}}', "no field inside.latencies; there are bandwidth, latency"),
         ('{"name": "h100", "device": 3}', "device must be an object, got 3"),
         ('{"name": "h100", "inside": {"bandwidth": "fast"}}', "inside.bandwidth must be a number, got 'fast'"),
         ('{"name": "h100", "device": {"flops": {"float32": 0}}}', "device.flops.float32 must be a positive number"),
