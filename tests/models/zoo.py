@@ -36,9 +36,10 @@ class Case:
     def inputs(self, step: int = 0) -> dict[str, torch.Tensor]:
         """Batch number `step`: keyword arguments of the model, with spans of labels that are ignored."""
         generator = torch.Generator().manual_seed(1000 * self.seed + step)
-        if self.model == "vit":
+        if self.model.startswith("vit"):
+            pixels = torch.randn(self.batch, 3, IMAGE, IMAGE, generator=generator)
             return {
-                "pixel_values": torch.randn(self.batch, 3, IMAGE, IMAGE, generator=generator),
+                "pixel_values": pixels.to(getattr(torch, self.dtype)),
                 "labels": torch.randint(0, CLASSES, (self.batch,), generator=generator),
             }
         ids = torch.randint(0, VOCABULARY, (self.batch, self.length), generator=generator)
@@ -187,12 +188,12 @@ _WHISPER = {
 }
 
 
-def _vit() -> nn.Module:
+def _vit(attention: str) -> nn.Module:
     import transformers
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     image = {"image_size": IMAGE, "patch_size": 3, "num_labels": CLASSES}
-    config = transformers.ViTConfig(attn_implementation="eager", **sizes, **image)
+    config = transformers.ViTConfig(attn_implementation=attention, **sizes, **image)
     return transformers.ViTForImageClassification(config)
 
 
@@ -306,7 +307,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "bart": lambda: Prepared(_eager("Bart", "ForConditionalGeneration", **_BART)),
     "t5": lambda: Prepared(_eager("T5", "ForConditionalGeneration", dropout_rate=0.0, **_T5)),
     "whisper": lambda: _eager("Whisper", "ForConditionalGeneration", **_WHISPER),
-    "vit": _vit,
+    "vit": lambda: _vit("eager"),
+    "vit-sdpa": lambda: _vit("sdpa"),
     "encoder": lambda: Encoder(norm_first=False),
     "encoder-norm-first": lambda: Encoder(norm_first=True),
     "encoder-seq-first": lambda: Encoder(norm_first=True, batch_first=False),
