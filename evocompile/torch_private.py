@@ -340,8 +340,12 @@ def explain(error: TorchDynamoException) -> Explanation:
     raised = re.search(r"raised exception (.*)", text)
     if raised and isinstance(error, Unsupported) and error.gb_type == "Observed exception":
         return Explanation("raise", f"the model raises {_python_text(raised[1])}", frames)
+    if getattr(error, "gb_type", "").startswith("Data-dependent assertion failed"):  # met for constants alone
+        return Explanation("raise", "this assertion fails", frames)
     explanation = re.search(r"Explanation: (.*)", text)
     reason = explanation[1].strip() if explanation else _first_line(error)
+    if not reason and error.__cause__ is not None:
+        return Explanation("runtime", f"this operation fails with {error.__cause__!r}", frames)
     if isinstance(error, Unsupported) and error.gb_type == _REFUSED:
         hint = re.search(r"Hint: (.*)", text)
         return Explanation(_REFUSED, reason, frames, hint[1].strip() if hint else "")

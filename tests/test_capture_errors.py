@@ -11,7 +11,7 @@ from torch import nn
 
 from evocompile.capture import capture
 from evocompile.errors import CaptureError, InputError
-from tests.captured_model import assert_same_state, llama
+from tests.captured_model import Asserting, assert_same_state, llama
 
 HERE = __file__
 
@@ -70,6 +70,11 @@ class Raise(Faulty):
         raise ValueError(f"no {x.shape[0]} rows")  # raise
 
 
+class NoTensor(Faulty):
+    def forward(self, x):
+        return self.linear(list(x.shape))  # no-tensor
+
+
 class Shape(Faulty):
     def forward(self, x):
         return self.linear(x.t())  # shape
@@ -110,6 +115,7 @@ class WriteAverage(Faulty):
         (Break(), "break", "graph break"),
         (Print(), "print", "print"),
         (Raise(), "raise", "ValueError('no 2 rows')"),
+        (NoTensor(), "no-tensor", "must be Tensor, not"),
         (Shape(), "shape", "must have same reduction dim"),
         (Memory(), "memory", "call it on the whole tensor"),
         (WriteParameter(), "write-parameter", "parameter 'linear.weight' is written to in place"),
@@ -126,6 +132,12 @@ def test_errors_name_the_line_the_reason_and_no_stack(module, marker, says):
     assert says in message
     assert "Traceback" not in message and "Dynamo" not in message and len(message.splitlines()) == 3
     assert_same_state(before, module)
+
+
+def test_an_assertion_that_fails():
+    module = Asserting()
+    with pytest.raises(CaptureError, match=r"in forward: assert x.shape\[0\] > 2\n .*: this assertion fails\.\n"):
+        capture(module.forward, module, (torch.ones(2, 4),), {})
 
 
 def test_an_input_that_is_written_to():
