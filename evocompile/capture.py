@@ -43,6 +43,7 @@ from .torch_private import (
     trace,
     unenterable_context,
     unwritten_graph_modules,
+    without_function_modes,
 )
 
 
@@ -126,26 +127,34 @@ def capture(
         dynamo = _trace(forward, fakes)
         inputs = _name_inputs(dynamo, forward, fakes)
         guards.add_dynamo(dynamo, list(fakes.replaced))
-    refuse_data_dependence(dynamo.graph_module.graph)
+    if parts:
+        inputs = [_in_parts(each, parts, shapes) for each in inputs]
 
-    from .passes.attention_forms import make_attention_canonical
     from .passes.masks.constants import mask_buffers
 
+    with without_function_modes():  # what the caller's do to the model is in Dynamo's graph
+        program = _joint_program(dynamo, inputs)
+        program.constants = guards.add_constants(module, mask_buffers(program))
+    program.batch_parts = parts.rows if parts else ()
+    program.precision = precision
+    names = tuple(each.name for each in inputs if each.kind is InputKind.PARAMETER)
+    return Captured(program, names, forward, guards, dynamo)
+
+
+def _joint_program(dynamo: DynamoGraph, inputs: list[Input]) -> Program:
+    """Forward and backward as one graph of ATen operators, from Dynamo's."""
+    from .passes.attention_forms import make_attention_canonical
+
+    refuse_data_dependence(dynamo.graph_module.graph)
     make_attention_canonical(dynamo.graph_module)
     differentiable = _differentiable_outputs(dynamo.graph_module.graph)
     expected = _parameters_to_differentiate(dynamo.graph_module.graph, inputs, differentiable)
     _separate_outputs(dynamo.graph_module, differentiable)
     joint = _export(dynamo, any(differentiable))
     _refuse_writes(dynamo, joint, inputs)
-    if parts:
-        inputs = [_in_parts(each, parts, shapes) for each in inputs]
     program = _program(joint, inputs, differentiable)
-    program.batch_parts = parts.rows if parts else ()
-    program.constants = guards.add_constants(module, mask_buffers(program))
-    program.precision = precision
     _check_gradients(program, expected)
-    names = tuple(each.name for each in inputs if each.kind is InputKind.PARAMETER)
-    return Captured(program, names, forward, guards, dynamo)
+    return program
 
 
 def _check_device(device: torch.device | None) -> None:

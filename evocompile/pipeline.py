@@ -10,11 +10,13 @@ from .garbage import uncollected
 from .plan import AUTO, Plan
 from .printing import program_text
 from .program import Program, Snapshot
+from .torch_private import without_function_modes
 
 Progress = Callable[[str], None]
 
 
 @uncollected()
+@without_function_modes()
 def run_passes(
     captured: Program,
     plan: Plan,

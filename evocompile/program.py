@@ -380,7 +380,8 @@ _WRITTEN_OUT = os.path.join(os.path.dirname(__file__), "flash_calls.py")  # what
 def source_line(node: fx.Node) -> str:
     """ "file.py:12 in forward: code" of the innermost line of the model that made this node, or its own name."""
     stack = _FRAME.finditer(node.meta.get("stack_trace") or "")
-    frames = [frame for frame in stack if frame["file"] != _WRITTEN_OUT]
+    modes = "__torch_function__"  # of a default device: they call what the model calls
+    frames = [frame for frame in stack if frame["file"] != _WRITTEN_OUT and frame["function"] != modes]
     if not frames:
         return f"(no source line; graph node {node.name})"
     frame = frames[-1]

@@ -30,8 +30,15 @@ from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError, Unsupport
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch._dynamo.types import GuardFilterEntry
-from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.utils import (
+    clear_torch_function_mode_stack,
+    dynamo_timed,
+    get_metrics_context,
+    get_torch_function_mode_stack,
+    set_torch_function_mode_stack,
+)
 from torch._dynamo.variables import ConstantVariable, UserFunctionVariable
+from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     InputMutationAOTOutput,
@@ -160,7 +167,8 @@ def trace(function: types.FunctionType, args: tuple[Any, ...]) -> DynamoGraph | 
         "specialize_float": True,
         "ignore_logging_functions": torch._dynamo.config.ignore_logging_functions | _logging_functions(),
     }
-    with torch._dynamo.config.patch(static), _attention_inlined(), get_metrics_context():
+    modes = torch_function_mode_stack_state_mgr  # a default device is one: Dynamo traces what it does
+    with torch._dynamo.config.patch(static), _attention_inlined(), get_metrics_context(), modes:
         output = fullgraph_capture(function, args)
     if output.backend_input is None:
         return None
@@ -185,6 +193,18 @@ class _Refused(UserFunctionVariable):
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
         reason, way_out = (each.as_python_constant() for each in args)
         unimplemented(gb_type=_REFUSED, context="", explanation=reason, hints=[way_out])
+
+
+@contextlib.contextmanager
+def without_function_modes() -> Iterator[None]:
+    """While it lasts, tensors are made where the code says: a default device (`torch.set_default_device`, or a block
+    `with torch.device(…)`) is a mode of the caller, as are other torch function modes. Also a decorator."""
+    modes = get_torch_function_mode_stack()
+    clear_torch_function_mode_stack()
+    try:
+        yield
+    finally:
+        set_torch_function_mode_stack(modes)
 
 
 def _replaced_by(written: Callable[..., Any]) -> type[UserFunctionVariable]:
@@ -553,6 +573,7 @@ def inductor_cache_folder() -> str:
     return cache_dir()
 
 
+@without_function_modes()
 def compile_with_inductor(graph: fx.Graph) -> CompiledSegment:
     """Compile a functional graph that returns a tuple, without autograd, and the strides that its outputs will have.
 

@@ -83,7 +83,7 @@ def _bias(q: Tensor, mask: Tensor | None) -> Tensor | None:
     dtype = accumulation_dtype(q.dtype)
     if mask is None or mask.dtype != torch.bool:
         return mask if mask is None else mask.to(dtype)
-    return torch.where(mask, torch.zeros((), dtype=dtype), -math.inf)
+    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), -math.inf)
 
 
 def _unit_stride(x: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def _(stream: int) -> Tensor:
 @library.custom_op("evocompile::stream_seed", mutates_args=())
 def seed_of_stream(seed: Tensor, stream: int) -> Tensor:
     """The seed of a stream of the step's seed; int64 scalars on the CPU."""
-    return torch.tensor(stream_seed(int(seed), stream), dtype=torch.int64)
+    return torch.tensor(stream_seed(int(seed), stream), dtype=torch.int64, device="cpu")
 
 
 @seed_of_stream.register_fake

@@ -163,8 +163,9 @@ def add_param_gradient(
         gradient.add_(contribution.sum((0, 2, 3)))
         return
     lines = gradient if gradient.dim() == 3 else gradient.unsqueeze(1)
-    index = torch.as_tensor(evaluate(derivative.leaf.args[-1], _environment(scores, at), at.tables))
-    index = index.to(scores.device).expand(scores.shape[0], *scores.shape[1:]).flatten(2).transpose(0, 1)
+    place = evaluate(derivative.leaf.args[-1], _environment(scores, at), at.tables)
+    index = torch.as_tensor(place, device=scores.device)
+    index = index.expand(scores.shape[0], *scores.shape[1:]).flatten(2).transpose(0, 1)
     contribution = contribution.flatten(2).transpose(0, 1)
     if lines.shape[1] == 1:
         index, contribution = (each.flatten(1).unsqueeze(1) for each in (index, contribution))

@@ -247,6 +247,20 @@ def frozen_and_unused_parameters_get_no_gradient() -> None:
     assert all(isinstance(each, DTensor) for each in model.parameters())
 
 
+def a_default_device_is_the_callers_own() -> None:
+    """What the compiler makes is where the model is."""
+    plain, model, batch = gpt(), parallelize(gpt(), **plans()), tokens()
+    torch.set_default_device("meta")
+    try:
+        loss = model(**batch)[0]
+        loss.backward()
+    finally:
+        torch.set_default_device(None)
+    model.zero_grad()
+    same_step(model, plain, model(**batch)[0], plain(**batch)[0])
+    assert len(model.forward._variants) == 2, "a default device is part of what the model computes"
+
+
 def a_parameter_may_be_frozen_later() -> None:
     messages = Messages()
     plain, model = Normed(), parallelize(Normed(), **plans())
@@ -415,6 +429,7 @@ def facts(request: pytest.FixtureRequest) -> Facts:
             batch_statistics_are_those_of_the_whole_batch,
             frozen_and_unused_parameters_get_no_gradient,
             a_parameter_may_be_frozen_later,
+            a_default_device_is_the_callers_own,
             outputs_come_in_the_models_containers,
             one_tensor_may_be_passed_twice,
             a_part_that_is_replaced_is_refused,
