@@ -140,7 +140,8 @@ def test_fingerprints_must_be_equal() -> None:
     assert text == "plan must be equal on all ranks, but is ranks 0, 2: cp=4; rank 1: cp=2"
 
 
-def test_ranks_that_do_not_come_are_named() -> None:
+def test_row_10_ranks_that_do_not_come_are_named() -> None:
+    """Row 10 of PAINS: the check has a time-out of its own, and ends on the ranks that did come."""
     begin = time.monotonic()
     call = agreement(lambda rank: ring(rank, 5), world=5, timeout=timedelta(seconds=1))
     outcomes = on_threads(5, call, absent=(1, 3))

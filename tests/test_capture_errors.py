@@ -123,7 +123,8 @@ class WriteAverage(Faulty):
         (WriteAverage(), "write-average", "Detach the value"),
     ],
 )
-def test_errors_name_the_line_the_reason_and_no_stack(module, marker, says):
+def test_row_14_errors_name_the_line_the_reason_and_no_stack(module, marker, says):
+    """Row 14 of PAINS: an error names the user's line and the way out, and comes from no depth of the compiler."""
     before = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     with pytest.raises(CaptureError) as caught:
         capture(module.forward, module, (torch.ones(2, 4),), {})

@@ -65,7 +65,8 @@ def test_guards_see_changes_of_the_module(change, says):
         ((), {"ids": ids_of(), "scale": 2.0}, "'args[0]'"),
     ],
 )
-def test_guards_see_changes_of_the_call(args, kwargs, says):
+def test_row_15_guards_see_changes_of_the_call(args, kwargs, says):
+    """Row 15 of PAINS: what is said of a recompilation names the input that changed, or the attribute (above)."""
     module = mlp()
     captured = capture(module.forward, module, (ids_of(),), {"scale": 2.0})
     assert captured.matches((ids_of(5),), {"scale": 2.0})

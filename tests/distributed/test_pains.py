@@ -2,14 +2,14 @@
 
 Rows whose tests stand elsewhere, with others of their kind:
 
-6   also rows that see no key: tests/kernels/test_attention.py, `test_dead_rows`, and in models
+6   also rows that see no key: tests/kernels/test_attention.py, `test_row_6_dead_rows`, and in models
     tests/models/test_written_families.py, `test_padding_whose_rows_attend_nowhere`.
 7   merging states: tests/kernels/test_numerics.py; 8 bf16 around the ring: there too.
-10  the check itself hangs: tests/test_agreement.py (`test_ranks_that_do_not_come_are_named` and those after it) and
-    test_same_call.py, which finds one rank with a compiled program and one without.
-14  errors deep in the compiler: tests/test_capture_errors.py, `test_errors_name_the_line_the_reason_and_no_stack`.
+10  the check itself hangs: tests/test_agreement.py, `test_row_10_…` and those after it, and test_same_call.py, which
+    finds one rank with a compiled program and one without (`test_row_10_…`).
+14  errors deep in the compiler: tests/test_capture_errors.py, `test_row_14_…`.
 15  recompiles: `padded_lengths_share_programs` and `each_signature_is_compiled_once` on ranks; that a message names
-    what changed: tests/test_guards.py, `test_guards_see_changes_of_the_call`.
+    what changed: tests/test_guards.py, `test_row_15_guards_see_changes_of_the_call`.
 18  checkpoints: test_checkpoints.py.
 11  overlap that is off, or silently not happening: tests/passes/test_overlap.py, `test_row_11_…` and
     `test_the_order_that_runs_is_the_order_planned`.

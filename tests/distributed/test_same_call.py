@@ -61,7 +61,7 @@ def outcomes() -> list[dict[str, tuple[str, float]]]:
         ("another new length", "rank 0 would compile a new program for ids[2, 9]"),
     ],
 )
-def test_every_rank_hears_at_once(case: str, says: str, outcomes: list[dict[str, tuple[str, float]]]) -> None:
+def test_row_10_every_rank_hears_at_once(case: str, says: str, outcomes: list[dict[str, tuple[str, float]]]) -> None:
     for heard in outcomes:
         message, seconds = heard[case]
         assert says in message
