@@ -33,6 +33,7 @@ from sympy import Expr, Integer, Mod, Piecewise, ceiling, floor
 from .fold import Folded
 from .graph_costs import Amount, Attention, Counts, Parameter, Small
 from .kernels.blocks import blocks
+from .passes.chunk_rows import AUTOMATIC
 
 B, S, k, dp, cp, u, tp, P, G, O, r = sympy.symbols("B S k dp cp u tp P G O r", positive=True)  # noqa: E741
 F_attention, W_memory, W_inside = sympy.symbols("F_attention W_memory W_inside", positive=True)
@@ -93,6 +94,11 @@ class Costs:
 
     def counts(self, mode: str) -> Counts:
         return self.folded.counts[mode]
+
+    @property
+    def layers(self) -> int:
+        """As recomputation counts them: one for each attention."""
+        return sum(self.counts("none").attended.values())
 
     @cached_property
     def kinds(self) -> list[Attention]:
@@ -157,18 +163,38 @@ class Costs:
 
     @cache  # noqa: B019
     def held(self, mode: str) -> Exprs:
-        """Bytes of a rank, by term. Their sum is what has to fit."""
+        """Bytes of a rank, by term. Their sum is what has to fit.
+
+        The peak is where backward begins, with all activations and no gradient, or where it ends, with all gradients.
+        """
         none, counts = self.counts("none"), self.counts(mode)
-        largest = max((math.prod(p.shape) * (2 * p.itemsize + p.reduced) for p in self.parameters), default=0)
         own_copy = self._elements(lambda p: p.itemsize if p.itemsize != p.held else 0)
         same_type = self._elements(lambda p: p.itemsize if p.itemsize == p.held else 0)
+        activations = self._interpolated(none.peak, counts.peak)
+        if none.logits:
+            chunked = self._interpolated(none.chunked, counts.chunked)
+            activations = Piecewise((chunked, _expr(none.logits) > AUTOMATIC), (activations, True))
+        gathered = Piecewise((0, sympy.Eq(P, 1)), (self._gathered_at_once(), True))
+        accumulated = self._elements(lambda p: p.accumulated * p.trained) / G
+        gradients = self._elements(lambda p: p.held * p.trained) / O
         return {
             "parameters to compute with": (own_copy + Piecewise((0, sympy.Eq(P, O)), (same_type, True))) / P,
-            "gradients of micro-batches": self._elements(lambda p: p.accumulated * p.trained) / G,
-            "optimizer": self._elements(lambda p: p.held * (1 + (self.states + 1) * p.trained)) / O,
-            "activations": self._interpolated(none.peak, counts.peak),
-            "gathered, and one gradient": largest * (P - 1) / P,
+            "gradients of micro-batches": Piecewise((0, sympy.Eq(k, 1)), (accumulated, True)),
+            "optimizer": self._elements(lambda p: p.held * (1 + self.states * p.trained)) / O,
+            "activations": activations,
+            "gathered": gathered,
+            "gradients, beyond activations": Max(0, gradients - activations - gathered),
         }
+
+    def _gathered_at_once(self) -> int:
+        """Weights of two layers, as one is gathered ahead, and the largest outside of layers (the head's)."""
+        two_layers, outside = 0, [0]
+        for each, count in self.parameters.items():
+            size = math.prod(each.shape) * each.itemsize if each.passes else 0
+            in_layer = count // self.layers if self.layers else 0
+            two_layers += 2 * in_layer * size
+            outside += [] if in_layer else [size]
+        return two_layers + max(outside)
 
     def _interpolated(self, none: Amount, mode: Amount) -> Expr:
         return _expr(none) + r * (_expr(mode) - _expr(none))

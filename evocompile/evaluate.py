@@ -153,7 +153,7 @@ class Evaluator:
         none = self.memory(plans, mode, zeros, values)
         if mode == "none":
             return none, zeros
-        layers = sum(self.costs.counts("none").attended.values())
+        layers = self.costs.layers
         most = self.memory(plans, mode, zeros + 1, values)
         needed = (none - self.cluster.device.memory) / np.maximum(none - most, 1)
         part = np.clip(np.ceil(needed * layers), 1, layers) / layers
@@ -167,13 +167,14 @@ class Evaluator:
         return self._call(costs, key, expressions, {**(values or self.values(plans)), "r": part})[0]
 
 
-def mode_of(plan: Plan) -> tuple[str, Array]:
-    """A plan's mode of recomputation, and the part of the layers that do it."""
+def mode_of(plan: Plan, layers: int) -> tuple[str, Array]:
+    """A plan's mode of recomputation, and the part of the model's layers that do it: a whole number of them."""
     if plan.recompute not in RECOMPUTE or not isinstance(plan.recompute, str):
         raise PlanError(
             f"recompute={plan.recompute!r} is decided layer by layer in the graph, for which costs have no form"
         )
-    return plan.recompute, np.array([plan.recompute_layers if plan.recompute != "none" else 0.0])
+    part = round(plan.recompute_layers * layers) / layers if layers else 0.0
+    return plan.recompute, np.array([part if plan.recompute != "none" else 0.0])
 
 
 def degrees_of(plans: Sequence[Plan]) -> Degrees:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -21,16 +21,18 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from .chunks import RowLoop
 from .collectives import is_start
 from .layout import FINE, SEQUENCE, Layout
 from .mesh import group_name
 from .plan import RECOMPUTE, Plan
 from .program import InputKind, Program, nbytes, output_values, placeholders
+from .storages import Storage, storages, values_of
 
 aten = torch.ops.aten
 WHOLE, NAMED, SPLIT = range(3)  # how an axis takes part in a size: not at all, whole on every rank, shared by ranks
 
-# Two row counts, two lengths: both axes are named and split, whatever the model does with them.
+# Two row counts, two lengths: both axes are named and split, whatever the model does with them. One row stays whole.
 PROBE = Plan(dp=2, cp=2, attention="ring")
 Levels = tuple[int, int, int]
 
@@ -114,6 +116,7 @@ class Counts:
     forward, backward: FLOPs of products by dtype, the backward's with what it computes again.
     attended, again, attended_backward: calls of attention in the forward, again in the backward, and of its backward.
     saved:   bytes between forward and backward. peak: the most alive at once, saved ones included, parameters not.
+    logits:  the largest value of a loss that can be computed by chunks of rows. chunked: the peak where it is.
     operators: that run on the device, in both graphs.
     small:   bytes before division by the ranks of a group. calls: of these collectives.
     """
@@ -129,6 +132,8 @@ class Counts:
     calls: Counter[Small] = field(default_factory=Counter)
     saved: Amount = field(default_factory=Amount)
     peak: Amount = field(default_factory=Amount)
+    logits: Amount = field(default_factory=Amount)
+    chunked: Amount = field(default_factory=Amount)
 
     def plus(self, other: Counts, times: float = 1) -> Counts:
         """self + times · other, everywhere."""
@@ -165,25 +170,42 @@ def tensor_pattern(captured: Program, degree: int) -> frozenset[tuple[str, str]]
 def _count(captured: Program, mode: str, tensor: int) -> Counts:
     from .passes.annotate import annotate
     from .passes.canonicalize import canonicalize
+    from .passes.chunk_rows import AUTOMATIC, CHUNK, chunk_rows, find_chunks
     from .passes.localize import localize
     from .passes.recompute import recompute
     from .passes.rematerialize import rematerialize
     from .passes.seed_random import seed_random
 
-    program = captured.bind(replace(PROBE, tp=tensor, recompute=mode), 0)
-    for run in (canonicalize, seed_random, recompute, annotate, localize, rematerialize):
-        program = run(program)
-    assert program.sharding is not None
-    sizes = {name: split.size for name, split in program.sharding.splits.items()}
-    return _Counting(program, sizes).counts()
+    rows = {each.shape[0] for each in captured.inputs_of(InputKind.USER) if each.shape}
+    dp = 1 if rows == {1} else PROBE.dp
+    plan = replace(PROBE, dp=dp, tp=tensor, recompute=mode, loss_chunk=CHUNK)
+
+    def probed(*passes: Callable[[Program], Program]) -> Program:
+        program = captured.bind(plan, 0)
+        for run in (canonicalize, seed_random, recompute, *passes):
+            program = run(program)
+        return program
+
+    counting = _Counting(probed(annotate, localize, rematerialize))
+    counts = counting.counts()
+    assert captured.joint is not None
+    values = [node.meta.get("val") for node in captured.joint.graph.nodes]
+    if max(nbytes(each) for each in values if isinstance(each, torch.Tensor)) > AUTOMATIC:
+        sizes = [max(nbytes(node.meta["val"]) for node in each.members) for each in probed(find_chunks).regions]
+        if sizes:
+            counts.logits = counting.shared(max(sizes))
+            program = probed(find_chunks, annotate, localize, chunk_rows, rematerialize)
+            counts.chunked = _Counting(program).alive()[1]
+    return counts
 
 
 class _Counting:
-    """One program's graphs. sizes: B and S, by the names of their axes."""
+    """One program's graphs."""
 
-    def __init__(self, program: Program, sizes: dict[str, int]) -> None:
-        assert program.forward is not None
+    def __init__(self, program: Program) -> None:
+        assert program.forward is not None and program.sharding is not None
         self.program = program
+        sizes = {name: split.size for name, split in program.sharding.splits.items()}
         self.graphs = [each.graph for each in (program.forward, program.backward) if each is not None]
         self.batch, self.sequence = sizes.get("batch", 0), sizes.get("seq", 0)
 
@@ -195,7 +217,7 @@ class _Counting:
                     counts.operators += _runs(node)
                     self._add(counts, node, products, graph is self.graphs[0])
         counts.parameters = self._parameters()
-        counts.saved, counts.peak = self._alive()
+        counts.saved, counts.peak = self.alive()
         return counts
 
     def _add(self, counts: Counts, node: fx.Node, products: dict[str, Amount], is_forward: bool) -> None:
@@ -223,7 +245,8 @@ class _Counting:
         for factor in (factor for dim in layout.dims for factor in dim):
             if factor.axis is None:
                 continue
-            name, level = factor.axis.name.removesuffix(FINE), SPLIT if factor.split else NAMED
+            name, _, _ = factor.axis.name.partition("@")  # of rows in an order of their own, the axis of the rows
+            name, level = name.removesuffix(FINE), SPLIT if factor.split else NAMED
             if name.startswith(SEQUENCE):
                 name = SEQUENCE  # the lengths of all sequences are taken to grow together
             if name in levels:
@@ -237,6 +260,10 @@ class _Counting:
         """A count at the captured sizes as an amount."""
         per = (self.batch if levels[0] else 1) * (self.sequence if levels[1] else 1)
         return Amount({levels: number / per})  # type: ignore[dict-item]
+
+    def shared(self, number: float) -> Amount:
+        """A count at the captured sizes that all ranks share."""
+        return self._scaled(number, (SPLIT, SPLIT, SPLIT))
 
     def _size(self, node: fx.Node) -> Amount:
         """Bytes of a value; of an operator with several results none, as these have nodes of their own."""
@@ -348,7 +375,7 @@ class _Counting:
                 found[Parameter(each.shape, item, held, accumulated, reduced, each.requires_grad, passes)] += 1
         return found
 
-    def _alive(self) -> tuple[Amount, Amount]:
+    def alive(self) -> tuple[Amount, Amount]:
         """Bytes saved for backward, and the most alive at once in either graph."""
         parameters = {each.name for each in self._parameter_nodes()}
         peaks = [self._sweep(graph, parameters) for graph in self.graphs]
@@ -371,28 +398,47 @@ class _Counting:
 
     def _sweep(self, graph: fx.Graph, parameters: set[str]) -> Amount:
         """The most alive at once. A gradient leaves at once: it is reduced, and counted among the states."""
+        from .memory import loop_workspace
+
         gradients = set() if graph is self.graphs[0] else set(output_values(graph))
-        roots = _roots(graph)
-        last: dict[fx.Node, int] = {}
+        values = values_of(graph, [Storage(0, "", node.name, node) for node in placeholders(graph)])
+        owners = self._owners(graph, values)
         nodes = list(graph.nodes)
+        last: dict[Storage, int] = {}
         for i, node in enumerate(nodes):
             for each in node.all_input_nodes:
                 if not (node.op == "output" and each in gradients):
-                    last[roots[each]] = i
-        alive, most, peak = Amount(), 0.0, Amount()
+                    last |= dict.fromkeys(storages(values[each]), i)
         ends: dict[int, list[fx.Node]] = {}
-        for node, end in last.items():
-            ends.setdefault(end, []).append(node)
+        begins: dict[fx.Node, list[fx.Node]] = {}
+        for storage, end in last.items():
+            owner = owners.get(storage)
+            if owner is not None and owner.name not in parameters:
+                ends.setdefault(end, []).append(owner)
+                begins.setdefault(storage.node or owner, []).append(owner)
+        alive, most, peak = Amount(), 0.0, Amount()
         for i, node in enumerate(nodes):
-            if roots[node] is node and node.name not in parameters and node in last:
-                alive = alive.plus(self._size(node))
-            now = self._at_probe(alive)
+            for each in begins.get(node, ()):
+                alive = alive.plus(self._size(each))
+            works = Amount()
+            if isinstance(node.target, RowLoop):
+                own = sum(nbytes(each.meta["val"]) for each in node.users if each in gradients)
+                works[WHOLE, WHOLE, WHOLE] = loop_workspace(node.target) + own
+            now = self._at_probe(alive) + self._at_probe(works)
             if now > most:
-                most, peak = now, alive
+                most, peak = now, alive.plus(works)
             for each in ends.get(i, ()):
-                if each.name not in parameters:
-                    alive = alive.plus(self._size(each), -1)
+                alive = alive.plus(self._size(each), -1)
         return peak
+
+    def _owners(self, graph: fx.Graph, values: Mapping[fx.Node, Any]) -> dict[Storage, fx.Node]:
+        """For each memory the node whose size it has: the first that is it, of an operator's several the choice."""
+        found: dict[Storage, fx.Node] = {}
+        for node in graph.nodes:
+            value = values.get(node)
+            if isinstance(value, Storage):
+                found.setdefault(value, node)
+        return found
 
 
 def _runs(node: fx.Node) -> bool:
@@ -400,17 +446,6 @@ def _runs(node: fx.Node) -> bool:
     from .passes.recompute import ALIASES
 
     return node.target is not operator.getitem and node.target not in ALIASES
-
-
-def _roots(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each node the one that owns its memory."""
-    from .passes.recompute import ALIASES
-
-    roots: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        source = node.args[0] if node.target in ALIASES else None
-        roots[node] = roots[source] if isinstance(source, fx.Node) else node
-    return roots
 
 
 def _mesh_axes(program: Program, group: str) -> set[str]:

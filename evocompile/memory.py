@@ -377,7 +377,7 @@ class _Walk:
         self.drop(read)
 
     def _workspace(self, node: fx.Node) -> int:
-        return _of_loop(node.target) if isinstance(node.target, RowLoop) else self._workspaces.of(node)
+        return loop_workspace(node.target) if isinstance(node.target, RowLoop) else self._workspaces.of(node)
 
     def memory(self) -> Memory:
         at = max(range(len(self._moments)), key=lambda i: self._moments[i][2])
@@ -404,7 +404,7 @@ class _Walk:
         )
 
 
-def _of_loop(loop: RowLoop) -> int:
+def loop_workspace(loop: RowLoop) -> int:
     """What a loop needs beside its results: one chunk, and sums that are not in the type of their result."""
     most = 0
     for body in loop.bodies:

@@ -30,7 +30,7 @@ TENSOR = {"tp, gather": "gather", "tp, reduce": "reduce"}
 def sent_by_purpose(costs: Costs, plan: Plan, rank: int) -> dict[str, int]:
     """Bytes of a step by the purpose of the communicator; of attention's, forward and backward together ("cp")."""
     evaluator = Evaluator(costs, Cluster("cpu-gloo"), costs.folded.batch, costs.folded.sequence)
-    mode, part = mode_of(plan)
+    mode, part = mode_of(plan, costs.layers)
     sent = evaluator.sent(degrees_of([plan]), mode, plan.attention, part)
     found = Counter({name: round(float(sent[ours][0])) for ours, name in STATES.items()})
     for ours, name in TENSOR.items():

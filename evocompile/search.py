@@ -334,7 +334,7 @@ def describe(evaluator: Evaluator, plan: Plan) -> Candidate:
     """What one plan is predicted to take, fit or not."""
     plans = degrees_of([plan])
     schedule = plan.attention if plan.attention in SCHEDULES else "zigzag"
-    mode, part = mode_of(plan)
+    mode, part = mode_of(plan, evaluator.costs.layers)
     held = {name: float(each[0]) for name, each in evaluator.held(plans, mode, part).items()}
     spent = {name: float(each[0]) for name, each in evaluator.spent(plans, mode, schedule, part).items()}
     return Candidate(plan, sum(spent.values()), sum(held.values()), held, spent)

@@ -40,8 +40,8 @@ from .row_regions import LOOKS, Finder, elements, is_loss, row_operand, seen_thr
 from .rules.contractions import RULES as CONTRACTIONS
 from .rules.pointwise import CONSTANTS
 
-_AUTOMATIC = 256 * 2**20  # bytes of a rank's logits that are kept whole where the plan does not say
-_CHUNK = 64 * 2**20  # bytes of the chunks of larger ones
+AUTOMATIC = 256 * 2**20  # bytes of a rank's logits that are kept whole where the plan does not say
+CHUNK = 64 * 2**20  # bytes of the chunks of larger ones
 
 
 # --- at global shapes ------------------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ def find_chunks(program: Program) -> Program:
 def _loss_chunk(asked: int | None, size: int) -> int:
     if asked is not None:
         return asked
-    return _CHUNK if size > _AUTOMATIC else 0
+    return CHUNK if size > AUTOMATIC else 0
 
 
 def _narrows(region: Region) -> bool:
