@@ -33,8 +33,7 @@ def captured() -> tuple[nn.Module, Captured]:
 
 
 WORLDS = {4: Plan(dp=2, cp=2), 8: Plan(dp=4, cp=2)}
-# Every degree with both numbers of micro-batches and both optimizers, though not with all four pairs.
-RUNS = [("sgd", 3), ("adamw", 1)]
+RUNS = [(optimizer, accumulation) for optimizer in OPTIMIZERS for accumulation in (1, 3)]
 
 
 @pytest.mark.parametrize(("world", "shard"), [(world, shard) for world in WORLDS for shard in nested(world)], ids=str)

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 import evocompile
 from evocompile.plan import Plan
+from evocompile.shards import shard_of
 from tests.distributed.launch import run_ranks
 from tests.distributed.surroundings import FACTS, check_facts
-from tests.distributed.training import gradients, whole
-from tests.redundant_model import OPTIMIZERS, STEPS, Model, Training, assert_same, batch, one_device
-from tests.test_redundant import nested
+from tests.distributed.training import whole
+from tests.redundant_model import (
+    OPTIMIZERS,
+    STEPS,
+    Model,
+    Training,
+    assert_same,
+    assert_same_gradients,
+    batch,
+    one_device,
+)
+from tests.test_redundant import RUNS, nested
 
 
 def plans(world: int) -> list[Plan]:
@@ -21,52 +34,47 @@ def plans(world: int) -> list[Plan]:
     return [Plan(dp=world // cp, cp=cp, shard=shard) for shard in nested(world)]
 
 
-RUNS = [("sgd", 3), ("adamw", 1)]
-
-
-def runs_of(plan: Plan) -> list[tuple[str, int]]:
-    """Both on two ranks; on four, which take long to start, one each in turns."""
-    return RUNS if plan.world == 2 else [RUNS[plans(plan.world).index(plan) % 2]]
-
-
-def train(plan: Plan) -> list[Training]:
-    """All runs, one after the other, on one model that gets its first values again."""
+def train(plan: Plan) -> None:
+    """Both optimizers, with and without accumulation, one after the other, on one model that gets its first values."""
     model = evocompile.parallelize(Model().double(), plan=plan, backend="eager")
     first = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    trainings = []
-    for optimizer, accumulation in runs_of(plan):
+    for run in RUNS:
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(first[name])
-        trainings.append(optimize(model, OPTIMIZERS[optimizer](model.parameters()), accumulation))
-    return trainings
+        try:
+            optimize(model, OPTIMIZERS[run[0]](model.parameters()), run[1], one_device(*run))
+        except AssertionError as error:
+            raise AssertionError(f"{plan}, {run}: {error}") from error
 
 
-def optimize(model: torch.nn.Module, optimizer: torch.optim.Optimizer, accumulation: int) -> Training:
-    losses, found = [], []
+def optimize(model: nn.Module, optimizer: torch.optim.Optimizer, accumulation: int, expected: Training) -> None:
+    """This rank's rows of every step's gradients are compared, as gathering them takes longer than the steps."""
+    degree, rank = model.forward.plan.shard_degrees.optimizer, dist.get_rank()
+    losses = []
     for step in range(STEPS):
         for micro in range(accumulation):
             with nullcontext() if micro == accumulation - 1 else model.no_sync():
                 loss = model(**batch(accumulation * step + micro))
                 loss.backward()
             losses.append(loss.detach())
-        found.append(gradients(model))
+        found = {name: p.grad.to_local() for name, p in model.named_parameters() if p.grad is not None}
+        rows = {name: shard_of(each, degree, degree, rank) for name, each in expected.gradients[step].items()}
+        assert_same_gradients(found, rows)
         optimizer.step()
         optimizer.zero_grad()
-    return Training(losses, found, whole(model.named_parameters()))
+    assert_same(Training(losses, [], whole(model.named_parameters())), replace(expected, gradients=[]))
 
 
-def train_all(world: int) -> list[list[Training]]:
-    return [train(plan) for plan in plans(world)]
+def train_all(world: int) -> None:
+    for plan in plans(world):
+        train(plan)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_row_2b_every_nested_choice_of_degrees_is_one_device(world: int) -> None:
     """Steps with SGD too, which does not hide gradients that are a multiple of what they should be."""
-    for result in run_ranks(train_all, world, world, timeout=600.0):
-        for trainings, plan in zip(result, plans(world), strict=True):
-            for found, run in zip(trainings, runs_of(plan), strict=True):
-                assert_same(found, one_device(*run))
+    run_ranks(train_all, world, world, timeout=600.0)
 
 
 @pytest.fixture(scope="module")
