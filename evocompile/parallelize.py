@@ -23,6 +23,7 @@ from .precision import Precision
 from .runtime import Backend, Options, ParallelForward, ParallelFunction, ParallelModel, parallel_forward
 from .state import shard_parameters, state_mesh
 from .unsharded import guard_methods
+from .whole_values import take_whole_values
 
 log = logging.getLogger("evocompile")
 
@@ -170,6 +171,7 @@ def _install(
     model = ParallelModel(module, plan, watch, None if on_meta else device, options.precision, search)
     module.forward = ParallelForward(model, options)
     guard_methods(module)
+    take_whole_values(module)
     return model
 
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from .errors import StateError
 from .runtime import parallel_forward
 from .state import checksums, gather_from_ranks, local_shard
 from .states import take_methods
 from .torch_private import Slot, tensor_slots
+from .whole_values import rows_of
 
 
 @contextmanager
@@ -76,7 +77,7 @@ class _Swap:
 
     def own_rows(self) -> Tensor:
         """What this rank holds of the whole as it is now."""
-        return local_shard(_as(self.shard, self.whole.detach()))
+        return local_shard(rows_of(self.shard, self.whole.detach()))
 
 
 def _swaps(slots: list[Slot]) -> list[_Swap]:
@@ -122,13 +123,8 @@ def _keep(swaps: list[_Swap]) -> str | None:
             )
     with torch.no_grad():
         for each in written:
-            each.shard.copy_(_as(each.shard, each.whole.detach()))
+            each.shard.copy_(rows_of(each.shard, each.whole.detach()))
     return None
-
-
-def _as(shard: DTensor, whole: Tensor) -> DTensor:
-    """The whole, cut as the shard is; without communication."""
-    return distribute_tensor(whole, shard.device_mesh, shard.placements, src_data_rank=None)
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import evocompile
 
@@ -24,7 +23,8 @@ def main(folder: str | None = None) -> list[float]:
         max_steps=4,
         learning_rate=1e-2,
         logging_steps=1,
-        save_strategy="no",  # Trainer's own checkpoints would have one rank's state
+        save_strategy="steps",
+        save_steps=2,
         report_to="none",
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
@@ -35,35 +35,14 @@ def main(folder: str | None = None) -> list[float]:
     model = model.to(arguments.device)
     if DISTRIBUTED:
         model = evocompile.parallelize(model, backend=BACKEND)
-    trainer = Trainer(model=model, args=arguments, train_dataset=Texts(), callbacks=[Saving(f"{folder}/checkpoints")])
+    trainer = Trainer(model=model, args=arguments, train_dataset=Texts())
     if DISTRIBUTED:
-        evocompile.adapt(trainer.accelerator)  # the one line for Trainer: neither wraps the model nor splits batches
+        evocompile.adapt(
+            trainer
+        )  # the one line for Trainer: it neither wraps the model nor splits batches, and can save
     trainer.train()
-    if DISTRIBUTED:
-        with evocompile.unsharded(model):  # all ranks enter; Trainer writes on rank 0
-            trainer.save_model(folder)
-    else:
-        trainer.save_model(folder)
+    trainer.save_model(folder)
     return [each["loss"] for each in trainer.state.log_history if "loss" in each]
-
-
-class Saving(TrainerCallback):
-    """A checkpoint of the run after every second step, beside the training."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **run: Any) -> None:
-        self.checkpoints = evocompile.Checkpoints(
-            self.folder, run["model"], run["optimizer"], schedule=run["lr_scheduler"]
-        )
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **run: Any) -> None:
-        if state.global_step % 2 == 0:
-            self.checkpoints.save(state.global_step, asynchronous=True)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **run: Any) -> None:
-        self.checkpoints.finish()
 
 
 class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):

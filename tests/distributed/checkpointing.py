@@ -114,6 +114,14 @@ def loaded(folder: Path, plan: Plan | None) -> dict[str, Tensor]:
     return whole_state(run)
 
 
+def saved_again(folder: Path, other: Path, plan: Plan) -> None:
+    """What is loaded from the first folder under the plan, saved under it in the other."""
+    run = Run(folder, plan)
+    run.checkpoints.load()
+    Checkpoints(other, run.model, run.optimizer, schedule=run.schedule).save(1)
+
+
+# The copies to compute with are other shards than the optimizer's, which are saved: P < O, but for HSDP.
 FOUR = Plan(dp=2, tp=2, shard=Shard(params=1, grads=2, optimizer=4))
 HSDP = Plan(dp=2, cp=2, shard=Shard(2, 2, 2))
 TWO = Plan(cp=2, shard=Shard(params=1, grads=2, optimizer=2))
@@ -121,6 +129,7 @@ TWO = Plan(cp=2, shard=Shard(params=1, grads=2, optimizer=2))
 
 def on_four_ranks(folder: Path) -> dict[str, Any]:
     found = loaded(folder / "one", HSDP)
+    saved_again(folder / "one", folder / "hsdp", HSDP)
     run = Run(folder / "four", FOUR)
     run.train()
     state = whole_state(run)
@@ -139,7 +148,7 @@ def written_while_unsharded(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 def on_two_ranks(folder: Path) -> dict[str, Any]:
     plan = TWO
-    found = {name: loaded(folder / name, plan) for name in ("one", "four")}
+    found = {name: loaded(folder / name, plan) for name in ("one", "four", "hsdp")}
     straight = Run(folder / "two", plan, keep=3)
     straight.train(asynchronous=True)
     after_kill = Run(folder / "killed", plan)

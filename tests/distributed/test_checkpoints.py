@@ -58,6 +58,7 @@ def test_row_18_saved_under_one_plan_loads_under_any_other(
         same_bits(result["one"], state)
     for result in two:
         same_bits(result["four"], four[0]["four"])
+        same_bits(result["hsdp"], state)
     for name, expected in (("four", four[0]["four"]), ("two", two[0]["two"])):
         same_bits(checkpointing.loaded(folder / name, None), expected)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from evocompile import Checkpoints
+from tests.distributed import hf_saving
 from tests.distributed.launch import run_ranks
 
 pytest.importorskip("accelerate")
@@ -36,7 +36,8 @@ def run(name: str, folder: Path) -> list[float]:
 def on_ranks(names: list[str], folder: Path) -> dict[str, list[float]]:
     # what torchrun sets beside the ranks, as Accelerate asks for it; the ranks have met already
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"]}
-    return {name: run(name, folder) for name in names}
+    saving = hf_saving.straight_and_again(folder, folder)
+    return {name: run(name, folder) for name in names} | saving
 
 
 @pytest.fixture(scope="module")
@@ -64,5 +65,16 @@ def test_example(name: str, results: list[dict[str, Any]], folder: Path) -> None
         for key, value in one.items():
             torch.testing.assert_close(ranks[key], value, rtol=1e-3, atol=1e-4)
     if name == "hf_trainer":
-        for each in ("one", "ranks"):
-            assert Checkpoints(folder / each / name / "checkpoints", torch.nn.Linear(1, 1)).steps() == [2, 4]
+        assert (folder / "ranks" / name / "checkpoint-4" / "optimizer.pt").exists()
+
+
+def test_their_own_checkpoints(results: list[dict[str, Any]], folder: Path) -> None:
+    """Saved by Trainer and Accelerate on two ranks, loaded there and on one device, each by the library's own means."""
+    one = hf_saving.straight_and_again(folder / "one", folder / "ranks")
+    for library in ("trainer", "accelerate"):
+        expected = one[library]
+        assert len(set(expected)) == hf_saving.STEPS
+        again = expected if library == "trainer" else expected[hf_saving.SAVED :]  # Trainer keeps its log
+        for found in (one, *results):
+            assert found[library] == pytest.approx(expected, rel=1e-5)
+            assert found[f"{library} again"] == pytest.approx(again, rel=1e-5)
