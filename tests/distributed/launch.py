@@ -30,6 +30,8 @@ _PROCESSES = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload(
     [
         "torch._dynamo",
+        "torch._functorch.aot_autograd",
+        "torch._inductor.decomposition",
         "torch.distributed.tensor",
         "torch.distributed.checkpoint",
         "transformers.models.llama.modeling_llama",
