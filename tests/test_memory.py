@@ -72,7 +72,7 @@ def test_inductor_holds_no_more() -> None:
     assert sum(each.bytes for each in fused) < 0.995 * sum(each.bytes for each in eager)
 
 
-def test_it_is_known_without_the_memory(tmp_path: Any) -> None:
+def test_row_16_it_is_known_without_the_memory() -> None:
     """PAINS row 16: the estimate is made on fake tensors, and takes no memory by itself."""
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):

@@ -15,7 +15,8 @@ Rows whose tests stand elsewhere, with others of their kind:
     `test_the_order_that_runs_is_the_order_planned`.
 12  gathers of weights: tests/passes/test_rematerialize.py, test_recompute.py where only some layers compute again, and
     in tests/passes/test_overlap.py `test_only_the_order_changes_and_no_weight_is_gathered_again`.
-16  memory known before it runs: tests/test_memory.py, `test_it_is_known_without_the_memory`.
+16  memory known before it runs: tests/test_memory.py, `test_row_16_it_is_known_without_the_memory`; a
+    program that does not fit is refused before it runs: tests/distributed/test_memory.py.
 19  models side by side: test_one_device.py, `test_models_side_by_side`.
 20  sinks, dropout in attention: tests/passes/test_written_attention.py; Ulysses: tests/passes/test_heads.py.
 """
