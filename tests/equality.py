@@ -39,13 +39,23 @@ def run(
 ) -> Ran:
     """One step on all ranks; without tangents, the backward of the output's sum."""
     captured = captured or capture(model.forward, model, (), dict(batch)).program
-    ranks = [run_passes(captured, plan, rank) for rank in range(plan.world)]
-    step = virtual_step(ranks, [_inputs(each, model, batch) for each in ranks], tangents)
+    return step(model, batch, [run_passes(captured, plan, rank) for rank in range(plan.world)], tangents, captured)
+
+
+def step(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    ranks: list[Program],
+    tangents: Sequence[Tensor] | None,
+    captured: Program | None = None,
+) -> Ran:
+    """As `run`, of programs that are there."""
+    results = virtual_step(ranks, [_inputs(each, model, batch) for each in ranks], tangents)
     gradients = {}
     for name, parameter in model.named_parameters():
-        if (part := _whole_gradient(step, name, parameter, plan)) is not None:
+        if (part := _whole_gradient(results, name, parameter, ranks[0].plan)) is not None:
             gradients[name] = part
-    return Ran([outputs[0] for outputs in step.outputs], gradients, ranks, captured)
+    return Ran([outputs[0] for outputs in results.outputs], gradients, ranks, captured or ranks[0])
 
 
 def assert_attends_as_one_device(

@@ -1,6 +1,9 @@
-"""Every schedule with every kind of mask and of heads, in one model, against attention written out on one device.
+"""The product of all schedules, masks and forms of heads on 2, 3, 4 and 8 ranks, against attention written out on one
+device in float64: outputs and all gradients, to 1e-10 in float64 and 1e-5 in float32.
 
-One graph holds all masks times all forms of heads, so that it is captured once and every plan runs them all.
+One graph holds all masks times all forms of heads. It is captured and made canonical once, and every plan runs them
+all. What a plan makes of it is run in float64, and once more as the program of float32, which differs in its types
+alone (`test_a_program_of_float32_is_that_of_float64_with_other_types`).
 """
 
 from __future__ import annotations
@@ -14,15 +17,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.node import map_aggregate
 
 from evocompile.capture import capture
+from evocompile.passes.canonicalize import canonicalize
+from evocompile.pipeline import run_passes
 from evocompile.plan import Plan
 from evocompile.program import Program
-from tests.equality import run
+from tests.equality import step
 
-BATCH, LENGTH, WIDTH, DIM, V_DIM, WINDOW = 2, 13, 6, 4, 6, 4
+BATCH, LENGTH, WIDTH, DIM, V_DIM = 3, 13, 6, 4, 6
+WINDOW, CHUNK, PREFIX = 4, 5, 3
 HEADS = {"MHA": (3, 3), "GQA": (4, 2), "MQA": (3, 1)}
-MASKS = ("causal", "full", "window", "documents", "padding")
+MASKS = ("causal", "full", "window", "chunks", "prefix", "documents", "padding")
 
 
 class Attentions(nn.Module):
@@ -33,10 +40,10 @@ class Attentions(nn.Module):
         torch.manual_seed(0)
         self.projections = nn.ModuleDict(
             {
-                name: nn.Linear(WIDTH, heads * DIM + kv_heads * (DIM + V_DIM), bias=False, dtype=dtype)
+                name: nn.Linear(WIDTH, heads * DIM + kv_heads * (DIM + V_DIM), bias=False)
                 for name, (heads, kv_heads) in HEADS.items()
             }
-        )
+        ).to(dtype)
 
     def forward(self, x: Tensor, documents: Tensor, valid: Tensor, plainly: bool = False) -> Tensor:
         """(B, S, all heads of all forms and masks). documents, valid: (B, S)."""
@@ -60,6 +67,8 @@ class Attentions(nn.Module):
         yield "causal"
         yield None
         yield causal & (at[:, None] - at < WINDOW)
+        yield causal & (at[:, None] // CHUNK == at // CHUNK)
+        yield causal | (at < PREFIX)
         yield causal & (documents[:, None, :, None] == documents[:, None, None, :])
         yield valid[:, None, None, :]
 
@@ -81,22 +90,23 @@ def attention_plainly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | str | None
 
 
 def batch(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Padding on the left, on the right, and on both sides."""
     torch.manual_seed(1)
-    documents = torch.tensor([[0] * 3 + [1] * 6 + [2] * 4, [0] * 8 + [1] * 5])
+    documents = torch.tensor([[0] * 3 + [1] * 6 + [2] * 4, [0] * 8 + [1] * 5, [0] * 13])
     valid = torch.ones(BATCH, LENGTH, dtype=torch.bool)
-    valid[0, :3] = valid[1, 9:] = False
-    return {"x": torch.randn(BATCH, LENGTH, WIDTH, dtype=dtype), "documents": documents, "valid": valid}
+    valid[0, :3] = valid[1, 9:] = valid[2, :2] = valid[2, 11:] = False
+    return {"x": torch.randn(BATCH, LENGTH, WIDTH).to(dtype), "documents": documents, "valid": valid}
 
 
 @cache
 def captured(dtype: torch.dtype) -> tuple[Attentions, Program, Tensor, dict[str, Tensor]]:
     """The model, its program, and what one device computes plainly in float64: the output and the gradients."""
-    model, exact, inputs = Attentions(dtype), Attentions(torch.float64), batch(dtype)
-    exact.load_state_dict(model.state_dict())
-    expected = exact(**{**inputs, "x": inputs["x"].double()}, plainly=True)
+    model, exact, inputs = Attentions(dtype), Attentions(torch.float64), batch(torch.float64)
+    expected = exact(**inputs, plainly=True)
     weigh(expected).backward()
     gradients = {name: each.grad for name, each in exact.named_parameters() if each.grad is not None}
-    return model, capture(model.forward, model, (), inputs).program, expected.detach(), gradients
+    program = capture(model.forward, model, (), batch(dtype)).program
+    return model, canonicalize(program.bind(Plan(), rank=0)), expected.detach(), gradients
 
 
 def weigh(out: Tensor) -> Tensor:
@@ -115,38 +125,59 @@ def uncollected() -> Iterator[None]:
     gc.enable()
 
 
-SMALL = [
-    *(Plan(cp=cp, attention=each) for cp in (2, 3) for each in ("ring", "zigzag", "balanced")),
-    *(Plan(ulysses=ulysses) for ulysses in (2, 3)),
-]
-FOUR = [
-    *(Plan(cp=4, attention=each) for each in ("ring", "zigzag", "balanced", "auto")),
-    *(Plan(cp=4, attention=each, inner_ring=2) for each in ("ring", "zigzag")),
-    Plan(ulysses=4),
-    Plan(cp=2, ulysses=2),
-    Plan(cp=2, ulysses=2, attention="balanced", placement="context-first"),
-]
-EIGHT = [
-    *(Plan(cp=8, attention=each) for each in ("ring", "zigzag", "balanced")),
-    Plan(ulysses=8),
-    Plan(cp=4, ulysses=2, inner_ring=2, placement="context-first"),
-]
+def schedules(ranks: int) -> list[Plan]:
+    """Every schedule that so many ranks can have."""
+    plans = [Plan(cp=ranks, attention=each) for each in ("ring", "zigzag", "balanced")] + [Plan(ulysses=ranks)]
+    if ranks >= 4:
+        half = ranks // 2
+        plans += [
+            Plan(cp=ranks, attention="ring" if ranks == 4 else "zigzag", inner_ring=half),
+            Plan(cp=2, ulysses=half, placement="head-first"),
+            Plan(cp=half, ulysses=2, attention="balanced", placement="context-first"),
+        ]
+    return plans
 
 
-@pytest.mark.parametrize(
-    ("plan", "dtype"),
-    [
-        *((plan, torch.float64) for plan in [*SMALL, *FOUR, *EIGHT]),
-        *((plan, torch.float32) for plan in (Plan(cp=3, attention="balanced"), Plan(cp=2, ulysses=2))),
-    ],
-    ids=str,
-)
-def test_every_mask_and_form_of_heads(plan: Plan, dtype: torch.dtype) -> None:
-    model, program, expected, gradients = captured(dtype)
-    ran = run(model, batch(dtype), plan, program, [tangent(expected).to(dtype)])
-    close = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
-    for out in ran.outs:
-        torch.testing.assert_close(out.double(), expected, **close)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(ran.gradients[name].double(), gradient, **close)
-    assert len(ran.programs[0].attentions) == len(MASKS) * len(HEADS)
+@pytest.mark.parametrize("plan", [each for ranks in (2, 3, 4, 8) for each in schedules(ranks)], ids=str)
+def test_every_mask_and_form_of_heads(plan: Plan) -> None:
+    model, program, expected, gradients = captured(torch.float64)
+    ranks = [run_passes(program, plan, rank) for rank in range(plan.world)]
+    assert len(ranks[0].attentions) == len(MASKS) * len(HEADS)
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        if dtype == torch.float32:
+            model = captured(dtype)[0]
+            for each in ranks:
+                retype(each)
+        ran = step(model, batch(dtype), ranks, [tangent(expected).to(dtype)])
+        for out in ran.outs:
+            assert_close(out, expected, tolerance)
+        for name, gradient in gradients.items():
+            assert_close(ran.gradients[name], gradient, tolerance)
+
+
+def assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
+    """The tolerance is relative to the largest entry: each is a sum over all masks, in which such entries cancel."""
+    error = (found.double() - expected).abs().max() / expected.abs().max()
+    assert error <= tolerance, f"an entry is off by {error:.1e} of the largest"
+
+
+def retype(program: Program) -> None:
+    """Makes a program of float64 one of float32, in place."""
+    for each in (program.forward, program.backward):
+        assert each is not None
+        for node in each.graph.nodes:
+            node.args, node.kwargs = map_aggregate((node.args, node.kwargs), _retyped)
+        each.recompile()
+
+
+def _retyped(argument: object) -> object:
+    return torch.float32 if argument is torch.float64 else argument
+
+
+@pytest.mark.parametrize("plan", [Plan(cp=3, attention="balanced"), Plan(cp=2, ulysses=2)], ids=str)
+def test_a_program_of_float32_is_that_of_float64_with_other_types(plan: Plan) -> None:
+    double, single = (run_passes(captured(dtype)[1], plan, 1) for dtype in (torch.float64, torch.float32))
+    retype(double)
+    for one, other in ((double.forward, single.forward), (double.backward, single.backward)):
+        assert one is not None and other is not None
+        assert one.code == other.code
