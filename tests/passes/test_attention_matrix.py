@@ -1,4 +1,4 @@
-"""The product of all schedules, masks and forms of heads on 2, 3, 4 and 8 ranks, against attention written out on one
+"""The product of schedules, masks and forms of heads on 2, 3, 4 and 8 ranks, against attention written out on one
 device in float64: outputs and all gradients, to 1e-10 in float64 and 1e-5 in float32.
 
 One graph holds all masks times all forms of heads. It is captured and made canonical once, and every plan runs them
@@ -126,7 +126,7 @@ def uncollected() -> Iterator[None]:
 
 
 def schedules(ranks: int) -> list[Plan]:
-    """Every schedule that so many ranks can have."""
+    """Each schedule on so many ranks; a double ring and 2D in one form of each."""
     plans = [Plan(cp=ranks, attention=each) for each in ("ring", "zigzag", "balanced")] + [Plan(ulysses=ranks)]
     if ranks >= 4:
         half = ranks // 2
